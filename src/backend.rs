@@ -1,0 +1,139 @@
+//! Where an operation runs.
+
+use std::fmt;
+use std::sync::Arc;
+
+use crate::cpu::Level;
+use crate::error::{Error, Result};
+
+/// Where an operation runs. Asked for means got, or an error: there is no silent fallback.
+#[derive(Debug, Clone)]
+#[non_exhaustive]
+pub enum Backend {
+    /// The CPU: always there, the reference for every other backend's bytes.
+    Cpu(Cpu),
+}
+
+impl Backend {
+    /// The CPU backend with the best instructions of this machine and rayon's global pool.
+    pub fn cpu() -> Self {
+        Backend::Cpu(Cpu::default())
+    }
+
+    /// A backend by name: `auto`, `cpu`, `cuda` or `hip`.
+    ///
+    /// # Errors
+    /// [`Error::Unsupported`] for a backend that this build does not have, [`Error::Invalid`] for an unknown name.
+    pub fn from_name(name: &str) -> Result<Self> {
+        match name {
+            "auto" | "cpu" => Ok(Backend::cpu()),
+            "cuda" | "hip" => Err(Error::Unsupported {
+                op: "backend",
+                what: format!("backend {name}"),
+                why: "this version has the cpu backend only".into(),
+            }),
+            _ => Err(Error::invalid("backend", "name", format!("`{name}`"), "auto, cpu, cuda or hip")),
+        }
+    }
+
+    /// The name of this backend.
+    pub fn name(&self) -> &'static str {
+        match self {
+            Backend::Cpu(_) => "cpu",
+        }
+    }
+}
+
+impl Default for Backend {
+    fn default() -> Self {
+        Backend::cpu()
+    }
+}
+
+/// The CPU backend: which instructions, and which threads.
+#[derive(Clone, Default)]
+pub struct Cpu {
+    level: Level,
+    threads: Threads,
+}
+
+/// The threads that one rank owns.
+#[derive(Clone, Default)]
+enum Threads {
+    /// Rayon's global pool.
+    #[default]
+    Global,
+    /// The calling thread only.
+    Caller,
+    /// A pool of its own.
+    Pool(Arc<rayon::ThreadPool>),
+}
+
+impl Cpu {
+    /// Runs on `threads` threads of its own; 1 is the calling thread, 0 is rayon's global pool. Results do not depend on it.
+    pub fn with_threads(threads: usize) -> Result<Self> {
+        let threads = match threads {
+            0 => Threads::Global,
+            1 => Threads::Caller,
+            n => Threads::Pool(Arc::new(
+                rayon::ThreadPoolBuilder::new()
+                    .num_threads(n)
+                    .build()
+                    .map_err(|e| Error::Io { what: format!("starting {n} threads"), why: e.to_string() })?,
+            )),
+        };
+        Ok(Self { threads, ..Self::default() })
+    }
+
+    /// The same, restricted to an instruction set: for tests, which force each of them. Results do not depend on it.
+    #[doc(hidden)]
+    pub fn at_level(mut self, level: Level) -> Self {
+        self.level = level;
+        self
+    }
+
+    /// The instruction set in use.
+    pub fn level(&self) -> Level {
+        self.level
+    }
+
+    /// Threads that work on one call.
+    pub fn num_threads(&self) -> usize {
+        match &self.threads {
+            Threads::Global => rayon::current_num_threads(),
+            Threads::Caller => 1,
+            Threads::Pool(pool) => pool.current_num_threads(),
+        }
+    }
+
+    /// Runs `work` once for each index of `0..num_parts`, on this backend's threads. `work` must not wait for another rank.
+    pub(crate) fn for_each_part(&self, num_parts: usize, work: impl Fn(usize) + Sync + Send) {
+        use rayon::prelude::*;
+        let parallel = || (0..num_parts).into_par_iter().for_each(&work);
+        match &self.threads {
+            _ if num_parts <= 1 => (0..num_parts).for_each(work),
+            Threads::Caller => (0..num_parts).for_each(work),
+            Threads::Global => parallel(),
+            Threads::Pool(pool) => pool.install(parallel),
+        }
+    }
+
+    /// Runs `work` inside this backend's pool, so that rayon iterators in it use its threads; on the calling thread if that is all it has.
+    pub(crate) fn install<R: Send>(&self, work: impl FnOnce() -> R + Send) -> R {
+        match &self.threads {
+            Threads::Pool(pool) => pool.install(work),
+            Threads::Global | Threads::Caller => work(),
+        }
+    }
+
+    /// `true` when only the calling thread works.
+    pub(crate) fn is_serial(&self) -> bool {
+        matches!(self.threads, Threads::Caller)
+    }
+}
+
+impl fmt::Debug for Cpu {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Cpu").field("level", &self.level).field("threads", &self.num_threads()).finish()
+    }
+}

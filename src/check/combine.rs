@@ -1,0 +1,8 @@
+//! Checks of combine.
+
+use crate::check::Group;
+
+/// Every group of this operation.
+pub fn groups() -> Vec<Group> {
+    Vec::new()
+}

@@ -1,0 +1,70 @@
+//! One checker per operation, run on every backend: by the test suite as named trials, by `moe check` as lines.
+#![forbid(unsafe_code)]
+
+use std::fmt;
+
+use crate::backend::Backend;
+
+pub mod cast;
+pub mod combine;
+pub mod dispatch;
+pub mod gate;
+pub mod guarded;
+pub mod layer;
+pub mod router;
+
+/// Why a check failed: one message with everything needed to repeat it.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Failed(pub String);
+
+impl<E: fmt::Display> From<E> for Failed {
+    fn from(error: E) -> Self {
+        Failed(error.to_string())
+    }
+}
+
+type Check = dyn Fn(&Backend) -> Result<usize, Failed> + Send + Sync;
+
+/// A named group of cases of one operation.
+pub struct Group {
+    /// The operation: router, gate, cast, dispatch, combine, ...
+    pub op: &'static str,
+    /// What the cases have in common, for example `bf16 tile edges`.
+    pub name: String,
+    run: Box<Check>,
+}
+
+impl Group {
+    /// `run` checks every case of the group on a backend and returns how many there were.
+    pub fn new(op: &'static str, name: impl Into<String>, run: impl Fn(&Backend) -> Result<usize, Failed> + Send + Sync + 'static) -> Self {
+        Group { op, name: name.into(), run: Box::new(run) }
+    }
+
+    /// Runs every case.
+    ///
+    /// # Errors
+    /// The first case that failed. A group that ran no case fails too.
+    pub fn run(&self, backend: &Backend) -> Result<usize, Failed> {
+        match (self.run)(backend)? {
+            0 => Err(Failed("the group has no cases".into())),
+            n => Ok(n),
+        }
+    }
+}
+
+/// Every group of every operation.
+pub fn groups() -> Vec<Group> {
+    let of_each_op = [router::groups, gate::groups, cast::groups, dispatch::groups, combine::groups, layer::groups];
+    of_each_op.into_iter().flat_map(|groups| groups()).collect()
+}
+
+/// Fails with a formatted message unless the condition holds.
+#[macro_export]
+#[doc(hidden)]
+macro_rules! ensure {
+    ($cond:expr, $($message:tt)+) => {
+        if !$cond {
+            return Err($crate::check::Failed(format!($($message)+)));
+        }
+    };
+}

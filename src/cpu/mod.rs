@@ -1,0 +1,7 @@
+//! What the CPU side of every operation shares: the choice of instructions, conversions, copies.
+
+pub mod convert;
+pub(crate) mod float;
+mod level;
+
+pub use level::Level;

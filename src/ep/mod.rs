@@ -1,0 +1,1 @@
+//! Ranks, their symmetric memory and the protocol between them.

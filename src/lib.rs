@@ -1,0 +1,20 @@
+//! The data path of Mixture-of-Experts layers.
+
+pub mod backend;
+pub mod check;
+pub mod cpu;
+pub mod ep;
+pub mod error;
+pub mod id;
+pub mod layer;
+pub mod measure;
+pub mod ops;
+pub mod oracle;
+pub mod random;
+pub mod routing;
+pub mod tensor;
+
+pub use backend::{Backend, Cpu};
+pub use error::{Error, Result};
+pub use id::{Expert, Rank, Slot, Token};
+pub use tensor::{DType, DeviceAddress, TensorView, TensorViewMut};

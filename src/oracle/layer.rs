@@ -1,0 +1,1 @@
+//! The meaning of experts and of a whole block.

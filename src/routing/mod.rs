@@ -1,0 +1,2 @@
+//! Which token goes to which expert: routers, synthetic routing, recorded routing, and their statistics.
+#![forbid(unsafe_code)]

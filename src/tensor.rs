@@ -1,0 +1,421 @@
+//! Element types and borrowed tensor views over host memory and opaque device addresses.
+
+use std::fmt;
+
+use half::{bf16, f16};
+
+use crate::error::{Error, Result};
+
+/// Most dimensions that a view has.
+pub const MAX_DIMS: usize = 4;
+
+/// Element type of a tensor.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, serde::Serialize, serde::Deserialize)]
+#[serde(rename_all = "lowercase")]
+#[non_exhaustive]
+pub enum DType {
+    /// IEEE binary32.
+    F32,
+    /// IEEE binary16.
+    F16,
+    /// bfloat16: the upper half of binary32.
+    BF16,
+    /// OCP FP8 E4M3 (`e4m3fn`): bias 7, largest 448, no infinity, NaN 0x7F and 0xFF.
+    E4M3,
+    /// OCP FP8 E5M2: bias 15, largest 57344, infinities.
+    E5M2,
+    /// FNUZ E4M3: bias 8, largest 240, one NaN at 0x80, no negative zero.
+    E4M3Fnuz,
+    /// FNUZ E5M2: bias 16, largest 57344, one NaN at 0x80, no negative zero.
+    E5M2Fnuz,
+    /// OCP E8M0 scale: the value is 2^(bits - 127), 0xFF is NaN.
+    E8M0,
+    /// Bytes that are moved and never read as numbers.
+    Bytes,
+    /// 32-bit signed integer (indices).
+    I32,
+    /// 64-bit signed integer (indices).
+    I64,
+    /// 32-bit unsigned integer (counts).
+    U32,
+}
+
+impl DType {
+    /// Every element type.
+    pub const ALL: [DType; 12] = [
+        DType::F32,
+        DType::F16,
+        DType::BF16,
+        DType::E4M3,
+        DType::E5M2,
+        DType::E4M3Fnuz,
+        DType::E5M2Fnuz,
+        DType::E8M0,
+        DType::Bytes,
+        DType::I32,
+        DType::I64,
+        DType::U32,
+    ];
+
+    /// Bytes of one element.
+    pub const fn size(self) -> usize {
+        match self {
+            DType::F32 | DType::I32 | DType::U32 => 4,
+            DType::F16 | DType::BF16 => 2,
+            DType::I64 => 8,
+            _ => 1,
+        }
+    }
+
+    /// The usual name, in lower case.
+    pub const fn name(self) -> &'static str {
+        match self {
+            DType::F32 => "f32",
+            DType::F16 => "f16",
+            DType::BF16 => "bf16",
+            DType::E4M3 => "e4m3",
+            DType::E5M2 => "e5m2",
+            DType::E4M3Fnuz => "e4m3fnuz",
+            DType::E5M2Fnuz => "e5m2fnuz",
+            DType::E8M0 => "e8m0",
+            DType::Bytes => "bytes",
+            DType::I32 => "i32",
+            DType::I64 => "i64",
+            DType::U32 => "u32",
+        }
+    }
+
+    /// `true` for the four FP8 formats.
+    pub const fn is_fp8(self) -> bool {
+        matches!(self, DType::E4M3 | DType::E5M2 | DType::E4M3Fnuz | DType::E5M2Fnuz)
+    }
+
+    /// `true` for f32, f16 and bf16.
+    pub const fn is_float(self) -> bool {
+        matches!(self, DType::F32 | DType::F16 | DType::BF16)
+    }
+}
+
+impl fmt::Display for DType {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.pad(self.name())
+    }
+}
+
+impl std::str::FromStr for DType {
+    type Err = Error;
+
+    fn from_str(name: &str) -> Result<Self> {
+        DType::ALL
+            .into_iter()
+            .find(|d| d.name() == name)
+            .ok_or_else(|| Error::invalid("dtype", "name", format!("`{name}`"), DType::ALL.map(DType::name).join(", ")))
+    }
+}
+
+/// A Rust type whose values are elements of one [`DType`].
+pub trait Element: bytemuck::Pod + Send + Sync {
+    /// The element type.
+    const DTYPE: DType;
+}
+
+macro_rules! element {
+    ($($ty:ty => $dtype:ident),* $(,)?) => { $(impl Element for $ty { const DTYPE: DType = DType::$dtype; })* };
+}
+element!(f32 => F32, f16 => F16, bf16 => BF16, u8 => Bytes, i32 => I32, i64 => I64, u32 => U32);
+
+/// An address in the memory of a device. It cannot be dereferenced here.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct DeviceAddress {
+    /// Ordinal of the device.
+    pub device: u32,
+    /// The address as the driver knows it.
+    pub address: u64,
+}
+
+/// Shape or strides: up to [`MAX_DIMS`] numbers.
+#[derive(Clone, Copy, PartialEq, Eq, Hash)]
+pub struct Dims {
+    values: [usize; MAX_DIMS],
+    len: usize,
+}
+
+impl Dims {
+    fn new(op: &'static str, what: &str, values: &[usize]) -> Result<Self> {
+        if values.len() > MAX_DIMS {
+            return Err(Error::invalid(op, what, format!("{} dimensions", values.len()), format!("at most {MAX_DIMS}")));
+        }
+        let mut dims = Dims { values: [0; MAX_DIMS], len: values.len() };
+        dims.values[..values.len()].copy_from_slice(values);
+        Ok(dims)
+    }
+}
+
+impl std::ops::Deref for Dims {
+    type Target = [usize];
+
+    fn deref(&self) -> &[usize] {
+        &self.values[..self.len]
+    }
+}
+
+impl fmt::Debug for Dims {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        (**self).fmt(f)
+    }
+}
+
+/// Where a view's elements are: in borrowed host bytes, or at a device address.
+#[derive(Debug)]
+enum Place<B> {
+    Host(B),
+    Device(DeviceAddress),
+}
+
+/// Shape, strides (in elements) and type of a view; the last dimension of every view is contiguous.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Layout {
+    dtype: DType,
+    shape: Dims,
+    strides: Dims,
+}
+
+impl Layout {
+    /// Row-major and contiguous.
+    pub fn contiguous(op: &'static str, dtype: DType, shape: &[usize]) -> Result<Self> {
+        let dims = Dims::new(op, "shape", shape)?;
+        let mut strides = [0; MAX_DIMS];
+        let mut stride = 1usize;
+        for (d, &size) in shape.iter().enumerate().rev() {
+            strides[d] = stride;
+            // An empty tensor has strides too; an extent of 0 must not zero those before it.
+            stride = stride.checked_mul(size.max(1)).ok_or_else(|| overflow(op, shape))?;
+        }
+        Layout { dtype, shape: dims, strides: Dims { values: strides, len: dims.len } }.checked(op)
+    }
+
+    /// With the given strides in elements. The last must be 1.
+    pub fn strided(op: &'static str, dtype: DType, shape: &[usize], strides: &[usize]) -> Result<Self> {
+        let layout = Layout { dtype, shape: Dims::new(op, "shape", shape)?, strides: Dims::new(op, "strides", strides)? };
+        if shape.len() != strides.len() {
+            let got = format!("{} strides for {} dimensions", strides.len(), shape.len());
+            return Err(Error::invalid(op, "strides", got, "one for each dimension"));
+        }
+        if strides.last().is_some_and(|&s| s != 1) {
+            return Err(Error::invalid(op, "strides", format!("{strides:?}"), "a last stride of 1"));
+        }
+        layout.checked(op)
+    }
+
+    fn checked(self, op: &'static str) -> Result<Self> {
+        self.extent_bytes_checked().ok_or_else(|| overflow(op, &self.shape)).map(|_| self)
+    }
+
+    fn extent_bytes_checked(&self) -> Option<usize> {
+        // The product of the extents must fit too, or `len` overflows.
+        self.shape.iter().try_fold(self.dtype.size(), |a, &b| a.checked_mul(b))?;
+        if self.shape.contains(&0) {
+            return Some(0);
+        }
+        let mut last = 0usize;
+        for (&size, &stride) in self.shape.iter().zip(self.strides.iter()) {
+            last = last.checked_add((size - 1).checked_mul(stride)?)?;
+        }
+        // Slices hold at most isize::MAX bytes.
+        last.checked_add(1)?.checked_mul(self.dtype.size()).filter(|&b| b <= isize::MAX as usize)
+    }
+
+    /// Bytes from the first element to the end of the last.
+    pub fn extent_bytes(&self) -> usize {
+        self.extent_bytes_checked().expect("checked when the layout was made")
+    }
+}
+
+fn overflow(op: &'static str, shape: &[usize]) -> Error {
+    Error::invalid(op, "shape", format!("{shape:?}"), "a tensor of at most isize::MAX bytes")
+}
+
+macro_rules! layout_getters {
+    () => {
+        /// Element type.
+        pub fn dtype(&self) -> DType {
+            self.layout.dtype
+        }
+
+        /// Extents.
+        pub fn shape(&self) -> &[usize] {
+            &self.layout.shape
+        }
+
+        /// Distance between neighbours in each dimension, in elements.
+        pub fn strides(&self) -> &[usize] {
+            &self.layout.strides
+        }
+
+        /// Shape, strides and element type.
+        pub fn layout(&self) -> &Layout {
+            &self.layout
+        }
+
+        /// The device address, when the view is not over host memory.
+        pub fn device(&self) -> Option<DeviceAddress> {
+            match self.place {
+                Place::Host(_) => None,
+                Place::Device(address) => Some(address),
+            }
+        }
+    };
+}
+
+/// A read-only tensor.
+///
+/// ```
+/// use moe_kernels::tensor::{DType, TensorView};
+/// let x = [1.0f32, 2.0, 3.0, 4.0, 5.0, 6.0];
+/// let view = TensorView::from_slice(&x, &[2, 3])?;
+/// assert_eq!((view.dtype(), view.shape()), (DType::F32, &[2, 3][..]));
+/// # Ok::<(), moe_kernels::Error>(())
+/// ```
+#[derive(Debug)]
+pub struct TensorView<'a> {
+    place: Place<&'a [u8]>,
+    layout: Layout,
+}
+
+impl Clone for TensorView<'_> {
+    fn clone(&self) -> Self {
+        *self
+    }
+}
+
+impl Copy for TensorView<'_> {}
+
+impl<T: Copy> Clone for Place<T> {
+    fn clone(&self) -> Self {
+        *self
+    }
+}
+
+impl<T: Copy> Copy for Place<T> {}
+
+/// A tensor that an operation writes.
+#[derive(Debug)]
+pub struct TensorViewMut<'a> {
+    place: Place<&'a mut [u8]>,
+    layout: Layout,
+}
+
+const VIEW: &str = "tensor";
+
+fn check_host(layout: &Layout, bytes: &[u8]) -> Result<()> {
+    let need = layout.extent_bytes();
+    if bytes.len() < need {
+        let want = format!("{need} for {} {:?} with strides {:?}", layout.dtype, layout.shape, layout.strides);
+        return Err(Error::invalid(VIEW, "bytes", bytes.len(), want));
+    }
+    let address = bytes.as_ptr().addr();
+    if need > 0 && !address.is_multiple_of(layout.dtype.size()) {
+        let want = format!("a multiple of {}", layout.dtype.size());
+        return Err(Error::invalid(VIEW, "address", format!("{address:#x}"), want));
+    }
+    Ok(())
+}
+
+fn check_device(layout: &Layout, address: DeviceAddress) -> Result<()> {
+    let DeviceAddress { address, .. } = address;
+    if layout.extent_bytes() > 0 && (address == 0 || !address.is_multiple_of(layout.dtype.size() as u64)) {
+        let want = format!("not null and a multiple of {}", layout.dtype.size());
+        return Err(Error::invalid(VIEW, "address", format!("{address:#x}"), want));
+    }
+    Ok(())
+}
+
+impl<'a> TensorView<'a> {
+    /// A contiguous view of typed elements.
+    pub fn from_slice<T: Element>(data: &'a [T], shape: &[usize]) -> Result<Self> {
+        Self::from_bytes(bytemuck::cast_slice(data), T::DTYPE, shape)
+    }
+
+    /// A contiguous view of bytes that hold elements of `dtype`.
+    pub fn from_bytes(bytes: &'a [u8], dtype: DType, shape: &[usize]) -> Result<Self> {
+        Self::new(bytes, Layout::contiguous(VIEW, dtype, shape)?)
+    }
+
+    /// A view of bytes with any layout.
+    pub fn new(bytes: &'a [u8], layout: Layout) -> Result<Self> {
+        check_host(&layout, bytes)?;
+        Ok(Self { place: Place::Host(bytes), layout })
+    }
+
+    /// A view of device memory.
+    pub fn from_device(address: DeviceAddress, layout: Layout) -> Result<Self> {
+        check_device(&layout, address)?;
+        Ok(Self { place: Place::Device(address), layout })
+    }
+
+    layout_getters!();
+
+    /// The bytes under the view, from its first element on; an error that names `what` when they are on a device.
+    pub fn host(&self, op: &'static str, what: &str) -> Result<&'a [u8]> {
+        match self.place {
+            Place::Host(bytes) => Ok(bytes),
+            Place::Device(address) => Err(not_host(op, what, address)),
+        }
+    }
+}
+
+impl<'a> TensorViewMut<'a> {
+    /// A contiguous view of typed elements.
+    pub fn from_slice<T: Element>(data: &'a mut [T], shape: &[usize]) -> Result<Self> {
+        Self::from_bytes(bytemuck::cast_slice_mut(data), T::DTYPE, shape)
+    }
+
+    /// A contiguous view of bytes that hold elements of `dtype`.
+    pub fn from_bytes(bytes: &'a mut [u8], dtype: DType, shape: &[usize]) -> Result<Self> {
+        Self::new(bytes, Layout::contiguous(VIEW, dtype, shape)?)
+    }
+
+    /// A view of bytes with any layout.
+    pub fn new(bytes: &'a mut [u8], layout: Layout) -> Result<Self> {
+        check_host(&layout, bytes)?;
+        Ok(Self { place: Place::Host(bytes), layout })
+    }
+
+    /// A view of device memory.
+    pub fn from_device(address: DeviceAddress, layout: Layout) -> Result<Self> {
+        check_device(&layout, address)?;
+        Ok(Self { place: Place::Device(address), layout })
+    }
+
+    layout_getters!();
+
+    /// The bytes under the view; an error that names `what` when they are on a device.
+    pub fn host(&self, op: &'static str, what: &str) -> Result<&[u8]> {
+        match &self.place {
+            Place::Host(bytes) => Ok(bytes),
+            Place::Device(address) => Err(not_host(op, what, *address)),
+        }
+    }
+
+    /// The bytes under the view, to be written; an error that names `what` when they are on a device.
+    pub fn host_mut(&mut self, op: &'static str, what: &str) -> Result<&mut [u8]> {
+        match &mut self.place {
+            Place::Host(bytes) => Ok(bytes),
+            Place::Device(address) => Err(not_host(op, what, *address)),
+        }
+    }
+
+    /// A shorter borrow of the same view.
+    pub fn reborrow(&mut self) -> TensorViewMut<'_> {
+        let place = match &mut self.place {
+            Place::Host(bytes) => Place::Host(&mut **bytes),
+            Place::Device(address) => Place::Device(*address),
+        };
+        TensorViewMut { place, layout: self.layout }
+    }
+}
+
+fn not_host(op: &'static str, what: &str, address: DeviceAddress) -> Error {
+    let got = format!("at address {:#x} of device {}", address.address, address.device);
+    Error::invalid(op, what, got, "in host memory (the backend is cpu)")
+}

@@ -1,0 +1,8 @@
+//! Tests of cast + transpose beyond the shared checks.
+
+use libtest_mimic::Trial;
+
+/// Every trial of this module.
+pub fn trials() -> Vec<Trial> {
+    Vec::new()
+}

@@ -1,0 +1,48 @@
+//! The one integration binary: a named trial per operation, backend and group of cases, and a module per operation.
+
+use libtest_mimic::{Arguments, Failed, Trial};
+use moe_kernels::{Backend, check};
+
+mod bad_input;
+mod cast;
+mod cli;
+mod combine;
+mod dispatch;
+mod gate;
+mod layer;
+mod router;
+mod world;
+
+fn main() {
+    let arguments = Arguments::from_args();
+    let mut trials = shared_checks();
+    for module in [
+        bad_input::trials,
+        cast::trials,
+        cli::trials,
+        combine::trials,
+        dispatch::trials,
+        gate::trials,
+        layer::trials,
+        router::trials,
+        world::trials,
+    ] {
+        trials.extend(module());
+    }
+    libtest_mimic::run(&arguments, trials).exit();
+}
+
+/// The library's checkers as trials. `MOE_BACKEND` names a backend that must be there: a missing one fails, it does not skip.
+fn shared_checks() -> Vec<Trial> {
+    let name = std::env::var("MOE_BACKEND").unwrap_or_else(|_| "cpu".into());
+    check::groups()
+        .into_iter()
+        .map(|group| {
+            let name = name.clone();
+            Trial::test(format!("{}::{name}::{}", group.op, group.name), move || {
+                let backend = Backend::from_name(&name)?;
+                group.run(&backend).map(|_| ()).map_err(|failed| Failed::from(failed.0))
+            })
+        })
+        .collect()
+}
