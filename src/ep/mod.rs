@@ -1,1 +1,16 @@
 //! Ranks, their symmetric memory and the protocol between them.
+//!
+//! A [`World`] is one rank's membership; an [`ExpertParallel`] is one rank's end of the buffers through which tokens travel to experts and
+//! back. `PROTOCOL.md` beside this file says in numbered steps who may write what, and when.
+
+mod config;
+mod object;
+mod plan;
+mod world;
+
+pub use config::{
+    Config, IdSpace, Layout, MAX_K, MAX_RANKS, MAX_TOKENS, Mode, Overflow, Quantize, ROW_ALIGN, Reduce, SCALE_BLOCK, ScaleLayout, Wire,
+};
+pub use object::ExpertParallel;
+pub use plan::{Plan, Regions};
+pub use world::World;
