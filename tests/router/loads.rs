@@ -37,7 +37,7 @@ fn any_routes() -> Result<(), Failed> {
         ids.truncate(ids.len() / k * k);
         let owners: Vec<Rank> = map.iter().copied().map(Rank).collect();
         let placement = Placement::from_map(&owners, world).map_err(|e| TestCaseError::fail(e.to_string()))?;
-        let routes = Routes { topk_weights: vec![1.0; ids.len()], num_tokens: ids.len() / k, k, topk_idx: ids.cltwo() };
+        let routes = Routes { topk_weights: vec![1.0; ids.len()], num_tokens: ids.len() / k, k, topk_idx: ids.clone() };
         let load = Load::new(&routes, &placement);
         let (mut experts, mut ranks, mut rows) = (vec![0; owners.len()], vec![0; world], vec![0; world]);
         for row in ids.chunks(k) {
