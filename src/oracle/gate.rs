@@ -185,19 +185,18 @@ fn row(matrix: &[f32], num_rows: usize, t: usize) -> &[f32] {
 mod tests {
     use super::*;
 
-    /// 2^24: the smallest number to which 1 cannot be added in f32, so a sum shows in which order it was made.
+    /// 2^24: the smallest number to which 1 cannot be added in f32, so a sum of it, its negative and 1 shows its order.
     const BIG: f32 = 16777216.0;
 
     #[test]
     fn three_elements_pair_over_e() {
-        // (1 + BIG) + (-BIG + 0): the 1 is lost. Left to right gives 0 too; 1 + (BIG - BIG) would give 1.
+        // (1 + BIG) + (-BIG + 0): the 1 is lost.
         assert_eq!(dot(&[1.0, BIG, -BIG], &[1.0; 3]), 0.0);
         // (BIG - BIG) + (1 + 0).
         assert_eq!(dot(&[BIG, -BIG, 1.0], &[1.0; 3]), 1.0);
-        // (BIG + 1) + (1 + -BIG): left to right and pairs differ from ((BIG + 1) + 1) - BIG only when the ones meet first.
-        assert_eq!(dot(&[BIG, 1.0, -BIG, 1.0], &[1.0; 4]), (BIG + 1.0) + (-BIG + 1.0));
-        assert_eq!((BIG + 1.0) + (-BIG + 1.0), 1.0);
-        // (BIG + -BIG) is the pair of bit 1 when the ones are in other pairs: (BIG + 0) + (-BIG + 0), then the 1 of bit 2.
+        // (BIG + 1) + (-BIG + 1) = BIG + (1 - BIG).
+        assert_eq!(dot(&[BIG, 1.0, -BIG, 1.0], &[1.0; 4]), 1.0);
+        // Bit 1 before bit 2: ((BIG + 0) + (-BIG + 0)) + 1, and ((BIG + 0) + (1 + 0)) - BIG.
         assert_eq!(dot(&[BIG, 0.0, -BIG, 0.0, 1.0], &[1.0; 5]), 1.0);
         assert_eq!(dot(&[BIG, 0.0, 1.0, 0.0, -BIG], &[1.0; 5]), 0.0);
     }
@@ -275,9 +274,10 @@ mod tests {
 
     #[test]
     fn roundings_fall_where_they_are_said_to() {
-        // A dot of 1.005859375 = 1 + 3 * 2^-9: bf16 rounds it to 1.0078125; K = 0 otherwise.
+        // The dot is 1 + 3/512. bf16 has steps of 4/512 from 1 on, so it becomes 1 + 4/512.
+        const UNIT: f32 = 1.0 / 512.0;
         let gates = |rounding| Gates {
-            x: &[1.0, 3.0 / 512.0],
+            x: &[1.0, 3.0 * UNIT],
             w: &[1.0, 1.0],
             num_tokens: 1,
             x_dtype: DType::BF16,
@@ -287,26 +287,40 @@ mod tests {
             scale: 1.0,
             rounding,
         };
+        let (fused, framework) = (gates(Rounding::Fused), gates(Rounding::Framework));
         let f32_of = |bytes: Vec<u8>| f32::from_le_bytes(bytes.try_into().unwrap());
-        assert_eq!(f32_of(gate(&gates(Rounding::Fused), DType::F32)), 1.005859375);
-        assert_eq!(f32_of(gate(&gates(Rounding::Framework), DType::F32)), 1.0078125);
-        // p = 3 * g: 3.017578125 and, from the rounded g, 3.0234375; in f32 neither is rounded.
-        assert_eq!(f32_of(gate_mul(&gates(Rounding::Fused), &[3.0], DType::F32)), 3.017578125);
-        assert_eq!(f32_of(gate_mul(&gates(Rounding::Framework), &[3.0], DType::F32)), 3.0234375);
-        // In bf16 the product 3.0234375 becomes 3.03125 (a tie, to even) before 256 is added: 259.03125 rounds to 260 either way, so the sum with -3
-        // shows it.
         let bf16_of = |bytes: Vec<u8>| float::values(DType::BF16, &bytes)[0];
-        assert_eq!(bf16_of(gate_mul_add(&gates(Rounding::Framework), &[3.0], DType::BF16, &[-3.0])), 0.03125);
-        assert_eq!(bf16_of(gate_mul_add(&gates(Rounding::Fused), &[3.0], DType::BF16, &[-3.0])), 0.017578125);
-        // The bias is added before the first rounding, the addend after it: 1.005859375 + 2^-9 = 1.0078125 exactly; 1.0078125 + 2^-9 rounds to
-        // 1.0078125 (a tie, to even).
-        let with_bias = Gates { bias: Some(1.0 / 512.0), ..gates(Rounding::Framework) };
-        assert_eq!(f32_of(gate(&with_bias, DType::F32)), 1.0078125);
-        let with_both = Gates { bias: Some(-1.0 / 512.0), addend: Some(&[1.0 / 128.0]), ..gates(Rounding::Framework) };
-        // 1.00390625 is a tie: 1.0; then 1.0078125.
-        assert_eq!(f32_of(gate(&with_both, DType::F32)), 1.0078125);
-        let fused_with_both = Gates { rounding: Rounding::Fused, ..with_both };
-        assert_eq!(f32_of(gate(&fused_with_both, DType::F32)), 1.01171875);
+        assert_eq!(f32_of(gate(&fused, DType::F32)), 1.0 + 3.0 * UNIT);
+        assert_eq!(f32_of(gate(&framework, DType::F32)), 1.0 + 4.0 * UNIT);
+        // In f32 the product is not rounded further.
+        assert_eq!(f32_of(gate_mul(&fused, &[3.0], DType::F32)), 3.0 + 9.0 * UNIT);
+        assert_eq!(f32_of(gate_mul(&framework, &[3.0], DType::F32)), 3.0 + 12.0 * UNIT);
+        // From 2 on the steps are 8/512: 3 + 12/512 is a tie and goes to 3 + 16/512 before the sum; fused, only the sum is rounded.
+        assert_eq!(bf16_of(gate_mul_add(&framework, &[3.0], DType::BF16, &[-3.0])), 16.0 * UNIT);
+        assert_eq!(bf16_of(gate_mul_add(&fused, &[3.0], DType::BF16, &[-3.0])), 9.0 * UNIT);
+        // The bias comes before the first rounding: 1 + 3/512 - 1/512 is a tie and goes to 1. The addend comes after it.
+        let with_bias = Gates { bias: Some(-UNIT), ..framework.clone() };
+        assert_eq!(f32_of(gate(&with_bias, DType::F32)), 1.0);
+        let with_both = Gates { addend: Some(&[4.0 * UNIT]), ..with_bias };
+        assert_eq!(f32_of(gate(&with_both, DType::F32)), 1.0 + 4.0 * UNIT);
+        assert_eq!(f32_of(gate(&Gates { rounding: Rounding::Fused, ..with_both }, DType::F32)), 1.0 + 6.0 * UNIT);
+        // The sum with the addend is rounded too: 1 + 4/512 + 3/512 goes to 1 + 8/512.
+        let with_addend = Gates { addend: Some(&[3.0 * UNIT]), ..framework.clone() };
+        assert_eq!(f32_of(gate(&with_addend, DType::F32)), 1.0 + 8.0 * UNIT);
+        // The scaled gate: rounded to the type of x on the way to a product, to the type of the result where it is the result.
+        let scaled = Gates { scale: 1.0 + 3.0 * UNIT, ..framework };
+        assert_eq!(f32_of(gate(&scaled, DType::F32)), (1.0 + 4.0 * UNIT) * (1.0 + 3.0 * UNIT));
+        assert_eq!(gate_append_topk(&scaled, 7).0, [(1.0 + 4.0 * UNIT) * (1.0 + 3.0 * UNIT)]);
+        assert_eq!(bf16_of(gate(&scaled, DType::BF16)), 1.0 + 8.0 * UNIT);
+        assert_eq!(f32_of(gate_mul(&scaled, &[1.0], DType::F32)), 1.0 + 8.0 * UNIT);
+        // The sigmoid: sigmoid(0.5) lies between two bf16.
+        let half = |rounding| Gates { x: &[0.5, 0.0], activation: Activation::Sigmoid, ..gates(rounding) };
+        let exact = exp::sigmoid(0.5);
+        assert_ne!(exact, float::round(DType::BF16, exact));
+        assert_eq!(f32_of(gate(&half(Rounding::Fused), DType::F32)), exact);
+        assert_eq!(f32_of(gate(&half(Rounding::Framework), DType::F32)), float::round(DType::BF16, exact));
+        assert_eq!(f32_of(sigmoid_mul(&[1.0], DType::F32, &[0.5], DType::BF16, 1, Rounding::Framework)), float::round(DType::BF16, exact));
+        assert_eq!(f32_of(sigmoid_mul(&[1.0], DType::F32, &[0.5], DType::BF16, 1, Rounding::Fused)), exact);
     }
 
     #[test]

@@ -7,6 +7,8 @@
 //!
 //! Absent terms are left out and not added as +0, and a first product stands for the fma with +0: both change a sum only from one zero to the
 //! other, and the last step, + 0, makes every zero +0.
+// Indices run through several arrays at once, and name their dimension.
+#![allow(clippy::needless_range_loop)]
 
 #[cfg(target_arch = "x86_64")]
 use super::vector::{Avx2, Avx512};
@@ -20,8 +22,7 @@ use crate::tensor::DType;
 const BLOCK: usize = 256;
 /// Blocks after which the accumulators are used again (spec: the order of the sum).
 const NUM_W: usize = 32;
-/// Rows that share the loads of the weights; more streams from memory at once are faster too. Measured with AVX-512 and AVX2: README of the
-/// benchmark `gate`.
+/// Rows that share the loads of the weights, and streams from memory at a time.
 pub(super) const ROWS: usize = 4;
 /// How far ahead of the loads the prefetches are, at least.
 const PREFETCH_BYTES: usize = 16 << 10;
@@ -148,8 +149,14 @@ unsafe fn row_groups<V: Vector, X: Format, W: Format, const R: usize, const LONG
     w: &[u8],
     sums: &mut [f32],
 ) {
+    if sums.is_empty() {
+        return;
+    }
     // SAFETY: the instruction set is enabled (the contract of this function).
-    let mut pending = unsafe { [[V::zeros(); R]; NUM_LEVELS] };
+    let mut scratch = unsafe { Scratch::<V, R>::new() };
+    let k = w.len() / W::SIZE;
+    let w_tail = &w[k / BLOCK * BLOCK * W::SIZE..];
+    scratch.w_end[..w_tail.len()].copy_from_slice(w_tail);
     let group_bytes = (x.stride_bytes * R).max(1);
     let groups_ahead = PREFETCH_BYTES.div_ceil(group_bytes);
     for (i, sums) in sums.chunks_exact_mut(R).enumerate() {
@@ -158,54 +165,74 @@ unsafe fn row_groups<V: Vector, X: Format, W: Format, const R: usize, const LONG
         for (r, row) in rows.iter_mut().enumerate() {
             *row = x.row(first + r);
         }
+        for (row, end) in rows.iter().zip(&mut scratch.x_end) {
+            let x_tail = &row[k / BLOCK * BLOCK * X::SIZE..];
+            end[..x_tail.len()].copy_from_slice(x_tail);
+        }
         // Whole groups ahead, so that the lines asked for are those of rows to come.
         let ahead = if first + groups_ahead * R < x.num_rows { groups_ahead * group_bytes } else { 0 };
-        // SAFETY: the instruction set is enabled (the contract of this function).
-        sums.copy_from_slice(&unsafe { row_group::<V, X, W, R, LONG>(rows, w, ahead, &mut pending) });
+        // SAFETY: the instruction set is enabled (the contract of this function), and every row has the `k` elements of w.
+        unsafe { row_group::<V, X, W, R, LONG>(rows.map(<[u8]>::as_ptr), w.as_ptr(), k, ahead, &mut scratch) };
+        for (sum, all) in sums.iter_mut().zip(&scratch.result) {
+            // SAFETY: the instruction set is enabled (the contract of this function).
+            *sum = unsafe { sum_over_l::<V>(all) };
+        }
     }
 }
 
-/// Bits of `NUM_W`, and one: sums of 1, 2, 4, .., 32 blocks.
+/// Bits of [`NUM_W`], and one: sums of 1, 2, 4, .., 32 blocks.
 const NUM_LEVELS: usize = 6;
 
-/// The sums of `R` rows.
+/// What a group of `R` rows is worked on with, made once for many groups.
+struct Scratch<V: Vector, const R: usize> {
+    /// `pending[n]`: the sums of the last 2^n blocks that are not part of a larger sum yet.
+    pending: [[V::All; R]; NUM_LEVELS],
+    /// The sums over e and w.
+    result: [V::All; R],
+    /// The elements behind the last whole block, followed by 0: a block that adds nothing behind the end.
+    x_end: [[u8; BLOCK * 4]; R],
+    w_end: [u8; BLOCK * 4],
+}
+
+impl<V: Vector, const R: usize> Scratch<V, R> {
+    /// # Safety
+    /// As [`Vector`]: the instruction set is enabled.
+    #[inline(always)]
+    unsafe fn new() -> Self {
+        // SAFETY: the instruction set is enabled (the contract of this function).
+        let zeros = unsafe { [V::zeros(); R] };
+        Scratch { pending: [zeros; NUM_LEVELS], result: zeros, x_end: [[0; BLOCK * 4]; R], w_end: [0; BLOCK * 4] }
+    }
+}
+
+/// The sums over e and w of `R` rows of `k` elements, in `scratch.result`.
 ///
 /// # Safety
-/// As [`Vector`]: the instruction set is enabled.
+/// As [`Vector`]: the instruction set is enabled. Each of `rows`, and `w`, has `k` elements; the ends in `scratch` are theirs.
 #[inline(always)]
 unsafe fn row_group<V: Vector, X: Format, W: Format, const R: usize, const LONG: bool>(
-    rows: [&[u8]; R],
-    w: &[u8],
+    rows: [*const u8; R],
+    w: *const u8,
+    k: usize,
     ahead: usize,
-    pending: &mut [[V::All; R]; NUM_LEVELS],
-) -> [f32; R] {
-    let k = w.len() / W::SIZE;
+    scratch: &mut Scratch<V, R>,
+) {
+    let Scratch { pending, result, x_end, w_end } = scratch;
     let (num_whole, num_blocks) = (k / BLOCK, k.div_ceil(BLOCK));
-    // The last block, when it is not whole, is read from here: 0 behind the end adds nothing.
-    let mut x_end = [[0u8; BLOCK * 4]; R];
-    let mut w_end = [0u8; BLOCK * 4];
-    if num_whole < num_blocks {
-        let tail = &w[num_whole * BLOCK * W::SIZE..];
-        w_end[..tail.len()].copy_from_slice(tail);
-        for (end, row) in x_end.iter_mut().zip(rows) {
-            let tail = &row[num_whole * BLOCK * X::SIZE..];
-            end[..tail.len()].copy_from_slice(tail);
+    let block = |b: usize| {
+        let mut x = [std::ptr::null::<u8>(); R];
+        for r in 0..R {
+            // SAFETY: a block below `num_whole` lies inside the row (the contract of this function).
+            x[r] = if b < num_whole { unsafe { rows[r].add(b * BLOCK * X::SIZE) } } else { x_end[r].as_ptr() };
         }
-    }
+        // SAFETY: as above, for w.
+        (x, if b < num_whole { unsafe { w.add(b * BLOCK * W::SIZE) } } else { w_end.as_ptr() })
+    };
     let num_leaves = num_blocks.min(NUM_W);
     for leaf in 0..num_leaves {
-        // SAFETY: the instruction set is enabled (the contract of this function); every block below `num_whole` lies inside its row, and
-        // the last one inside `x_end` and `w_end`.
-        let mut node = unsafe {
-            let block = |b: usize| {
-                let mut x = [std::ptr::null::<u8>(); R];
-                for r in 0..R {
-                    x[r] = if b < num_whole { rows[r].as_ptr().add(b * BLOCK * X::SIZE) } else { x_end[r].as_ptr() };
-                }
-                (x, if b < num_whole { w.as_ptr().add(b * BLOCK * W::SIZE) } else { w_end.as_ptr() })
-            };
-            if LONG { long_block::<V, X, W, R>(block, leaf, num_blocks) } else { one_block::<V, X, W, R>(block(leaf), ahead) }
-        };
+        // SAFETY: the instruction set is enabled (the contract of this function); `block` gives pointers to whole blocks.
+        let mut node =
+            unsafe { if LONG { long_block::<V, X, W, R>(block, leaf, num_blocks) } else { one_block::<V, X, W, R>(block(leaf), ahead) } };
         let mut level = 0;
         while leaf >> level & 1 == 1 {
             // SAFETY: the instruction set is enabled (the contract of this function).
@@ -214,23 +241,18 @@ unsafe fn row_group<V: Vector, X: Format, W: Format, const R: usize, const LONG:
         }
         pending[level] = node;
     }
-    let mut sums = [0.0; R];
-    if num_leaves > 0 {
-        // From the lowest level up: a missing right-hand side is absent, so the left-hand side stands for the sum.
-        let lowest = num_leaves.trailing_zeros() as usize;
-        let mut node = pending[lowest];
-        for level in lowest + 1..NUM_LEVELS {
-            if num_leaves >> level & 1 == 1 {
-                // SAFETY: the instruction set is enabled (the contract of this function).
-                unsafe { add_into::<V, R>(&pending[level], &mut node) };
-            }
-        }
-        for (sum, all) in sums.iter_mut().zip(&node) {
+    if num_leaves == 0 {
+        return; // `result` is still 0
+    }
+    // From the lowest level up: a missing right-hand side is absent, so the left-hand side stands for the sum.
+    let lowest = num_leaves.trailing_zeros() as usize;
+    *result = pending[lowest];
+    for level in lowest + 1..NUM_LEVELS {
+        if num_leaves >> level & 1 == 1 {
             // SAFETY: the instruction set is enabled (the contract of this function).
-            *sum = unsafe { sum_over_l::<V>(all) };
+            unsafe { add_into::<V, R>(&pending[level], result) };
         }
     }
-    sums
 }
 
 /// `node = left + node`.

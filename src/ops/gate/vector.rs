@@ -211,7 +211,7 @@ mod x86 {
         #[inline(always)]
         unsafe fn prefetch(address: *const u8) {
             // SAFETY: a prefetch of any address is allowed.
-            unsafe { _mm_prefetch::<_MM_HINT_T0>(address.cast()) }
+            unsafe { _mm_prefetch::<_MM_HINT_T1>(address.cast()) }
         }
     }
 
@@ -307,7 +307,7 @@ mod x86 {
         #[inline(always)]
         unsafe fn prefetch(address: *const u8) {
             // SAFETY: a prefetch of any address is allowed.
-            unsafe { _mm_prefetch::<_MM_HINT_T0>(address.cast()) }
+            unsafe { _mm_prefetch::<_MM_HINT_T1>(address.cast()) }
         }
     }
 
