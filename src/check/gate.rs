@@ -111,9 +111,11 @@ impl Case {
         let types = [self.x_dtype, DType::F32];
         let mut random = SplitMix64::stream(7, case_idx as u64);
         let bias = (case_idx % 3 == 1).then(|| Matrix::new(types[case_idx % 2], 1, 1, false, Kind::Plain, &mut random));
-        let addend = (case_idx % 4 == 1).then(|| Matrix::new(types[case_idx / 4 % 2], t, 1, case_idx % 8 == 1, Kind::Plain, &mut random));
+        // Many rows come in batches and parts: there the addend of the right row must be found every time.
+        let addend = (case_idx % 4 == 1 || t > 8)
+            .then(|| Matrix::new(types[case_idx / 4 % 2], t, 1, case_idx % 8 % 3 == 1, Kind::WideRange, &mut random));
         Options {
-            activation: if case_idx % 5 == 4 { Activation::Linear } else { Activation::Sigmoid },
+            activation: if case_idx % 7 % 2 == 1 { Activation::Linear } else { Activation::Sigmoid },
             scale: [1.0, 2.5, 0.37][case_idx / 2 % 3],
             bias,
             addend,
@@ -123,11 +125,16 @@ impl Case {
 
     /// x and w, with the kind of numbers that is this case's turn.
     fn inputs(self, sizes: Sizes, strided: bool) -> (Matrix, Matrix) {
-        let kind = [Kind::Plain, Kind::WideRange, Kind::Special, Kind::WideRange, Kind::Positive][sizes.case_idx % 5];
+        let kind = [Kind::Plain, Kind::WideRange, Kind::Special, Kind::NegativeZero, Kind::Positive][sizes.case_idx % 5];
         let mut random = SplitMix64::stream(1, sizes.case_idx as u64);
         let x = Matrix::new(self.x_dtype, sizes.t, sizes.k, strided, kind, &mut random);
-        // Positive numbers times negative ones: the sigmoid of a large negative dot is 0.
-        let w_kind = if kind == Kind::Positive { Kind::Negative } else { Kind::WideRange };
+        let w_kind = match kind {
+            // The sigmoid of a large negative dot is 0.
+            Kind::Positive => Kind::Negative,
+            // Every product is -0, and the dot +0.
+            Kind::NegativeZero => Kind::Positive,
+            _ => Kind::WideRange,
+        };
         (x, Matrix::new(self.w_dtype, 1, sizes.k, false, w_kind, &mut random))
     }
 
@@ -259,6 +266,8 @@ enum Kind {
     WideRange,
     /// As `WideRange`; every second row has one NaN, infinity, subnormal, negative zero or largest number.
     Special,
+    /// Nothing but -0.
+    NegativeZero,
     /// At least 1.
     Positive,
     /// At most -1.
@@ -329,6 +338,7 @@ fn usual(kind: Kind, random: &mut SplitMix64) -> f32 {
         Kind::Plain => value,
         // Exponents from -8 to 7: products of two stay in the range of f16 (arbitrary within that).
         Kind::WideRange | Kind::Special => value * 2f32.powi(random.below(16) as i32 - 8),
+        Kind::NegativeZero => -0.0,
         Kind::Positive => 1.0 + value.abs(),
         Kind::Negative => -1.0 - value.abs(),
     }
