@@ -13,8 +13,8 @@ use crate::tensor::DType;
 /// Gates that are made at a time: enough for the vectors of their last steps, and little to keep (arbitrary above 16; a multiple of the rows
 /// that share a load).
 const BATCH: usize = 64;
-/// A part reads and writes at least this much: below, waking another thread costs more than it gives (measured: a wake-up is about 5 us, in
-/// which one thread reads 100 kB).
+/// A part reads and writes at least this much: below, waking another thread costs more than it gives (arbitrary within a factor of two or
+/// so: a thread reads about this much in the few microseconds that a wake-up takes).
 const PART_BYTES: usize = 128 << 10;
 /// Parts for each thread, so that a thread which started late has less to do (arbitrary above 1).
 const PARTS_PER_THREAD: usize = 4;

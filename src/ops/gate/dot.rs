@@ -22,9 +22,12 @@ use crate::tensor::DType;
 const BLOCK: usize = 256;
 /// Blocks after which the accumulators are used again (spec: the order of the sum).
 const NUM_W: usize = 32;
-/// Rows that share the loads of the weights, and streams from memory at a time.
+/// Rows that share the loads of the weights, and streams from memory at a time (arbitrary: 4 sums of 4 vectors fill half the registers of
+/// AVX-512; AVX2 spills some and is still at the speed of memory).
 pub(super) const ROWS: usize = 4;
-/// How far ahead of the loads the prefetches are, at least.
+/// How far ahead of the loads the prefetches are, at least: the next group of rows of 4 KiB. Measured (Zen 4, 2 threads, K = 2048, bf16, ratio
+/// to the better of a plain and a prefetching read): 0.93 with AVX2 and 0.96 with AVX-512 into the second-level cache; 0.80 and 0.75 into the first, where
+/// rows a power of two apart fall into the same few sets.
 const PREFETCH_BYTES: usize = 16 << 10;
 
 /// `sums[i]` = row `first + i` of `x` times `w`, for every `i`. Both have the same number of elements.

@@ -31,7 +31,7 @@ pub(super) trait Vector: Copy {
     unsafe fn load_f16(source: *const u8) -> (Self, Self);
     /// Even and odd ones of `2 * LANES` f32.
     unsafe fn load_f32(source: *const u8) -> (Self, Self);
-    /// Asks for the cache line of an address. Never faults, whatever the address.
+    /// Asks for the cache line of an address, into the second-level cache. Never faults, whatever the address.
     unsafe fn prefetch(address: *const u8);
 }
 
