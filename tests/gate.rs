@@ -216,6 +216,15 @@ fn bad_input() -> Result<(), Failed> {
     fine.x = TensorView::from_bytes(&[], BF16, &[T, 0])?;
     fine.w = TensorView::from_bytes(&[], BF16, &[0])?;
     fine.run(Form::Gate)?;
+    // Without rows a width that no memory holds is no overflow.
+    for form in [Form::Mul, Form::SigmoidMul] {
+        let mut fine = Arguments::good();
+        fine.x = view(BF16, &[0, K]);
+        fine.g = view(BF16, &[0, 1]);
+        fine.s = view(BF16, &[0, usize::MAX]);
+        fine.out = view_mut(BF16, &[0, usize::MAX]);
+        fine.run(form)?;
+    }
     Ok(())
 }
 

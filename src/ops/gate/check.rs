@@ -204,8 +204,9 @@ fn geometry(dtype: DType, shape: &[usize], strides: &[usize]) -> (usize, usize, 
         ([rows, columns], [stride, _]) => (*rows, *columns, *stride),
         (shape, _) => (shape.iter().product(), 1, 1),
     };
-    // The stride of a single row is never walked and may be any number.
-    (num_rows, columns * size, if num_rows > 1 && columns > 0 { stride * size } else { columns * size })
+    // Without rows the columns may be any number, and with one row the stride, as neither is walked.
+    let row_bytes = if num_rows == 0 { 0 } else { columns * size };
+    (num_rows, row_bytes, if num_rows > 1 && columns > 0 { stride * size } else { row_bytes })
 }
 
 fn rows<'a>(op: &'static str, backend: &Backend, what: &str, view: TensorView<'a>) -> Result<Rows<'a>> {

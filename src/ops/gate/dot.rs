@@ -15,6 +15,7 @@ use super::vector::{Avx2, Avx512};
 use super::vector::{Portable, Vector};
 use super::view::Rows;
 use crate::cpu::Level;
+#[cfg(target_arch = "x86_64")]
 use crate::cpu::level::Isa;
 use crate::tensor::DType;
 

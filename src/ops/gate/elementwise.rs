@@ -3,6 +3,7 @@
 use super::{Activation, Rounding};
 use crate::cpu::Level;
 use crate::cpu::float;
+#[cfg(target_arch = "x86_64")]
 use crate::cpu::level::Isa;
 use crate::tensor::DType;
 
