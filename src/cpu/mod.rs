@@ -1,7 +1,9 @@
 //! What the CPU side of every operation shares: the choice of instructions, conversions, copies.
 
 pub mod convert;
+pub(crate) mod elementwise;
 pub(crate) mod float;
+pub(crate) mod gemm;
 pub(crate) mod level;
 
 pub use level::Level;

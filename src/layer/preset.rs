@@ -45,6 +45,9 @@ impl Shape {
         if self.shared_gate && self.shared_width == 0 {
             return Err(Error::invalid(OP, "shared_gate", true, "false without a shared expert"));
         }
+        if self.router.num_experts < 2 {
+            return Err(Error::invalid(OP, "num_experts", self.router.num_experts, "2 or more"));
+        }
         self.router.check()
     }
 
