@@ -6,6 +6,7 @@
 #![forbid(unsafe_code)]
 
 use std::cell::RefCell;
+use std::ops::Range;
 
 use rayon::prelude::*;
 
@@ -39,34 +40,39 @@ pub(crate) struct Rows<'a> {
 /// Which rows of a buffer, in which order.
 #[derive(Debug, Clone, Copy)]
 pub(crate) enum Selection<'a> {
-    /// `first..first + num`.
-    Range { first: usize, num: usize },
+    /// From this one on.
+    From(usize),
     /// These, ascending.
-    List(&'a [u32]),
+    List(&'a [i32]),
 }
 
-impl Selection<'_> {
-    pub(crate) fn len(self) -> usize {
-        match self {
-            Selection::Range { num, .. } => num,
-            Selection::List(list) => list.len(),
-        }
-    }
-
+impl<'a> Selection<'a> {
     fn at(self, i: usize) -> usize {
         match self {
-            Selection::Range { first, .. } => first + i,
+            Selection::From(first) => first + i,
             Selection::List(list) => list[i] as usize,
         }
     }
 
-    /// Tiles of nearly equal size.
-    pub(crate) fn tiles(self) -> impl Iterator<Item = Self> {
-        gemm::parts(self.len(), self.len().div_ceil(TILE_ROWS)).map(move |part| match self {
-            Selection::Range { first, .. } => Selection::Range { first: first + part.start, num: part.len() },
-            Selection::List(list) => Selection::List(&list[part]),
-        })
+    fn skip(self, num: usize) -> Self {
+        match self {
+            Selection::From(first) => Selection::From(first + num),
+            Selection::List(list) => Selection::List(&list[num..]),
+        }
     }
+}
+
+/// `0..num_rows` in tiles of nearly equal size.
+pub(crate) fn tiles(num_rows: usize) -> impl Iterator<Item = Range<usize>> {
+    gemm::parts(num_rows, num_rows.div_ceil(TILE_ROWS))
+}
+
+/// Where a row of a tile is added, and how.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Addend {
+    pub(crate) row: usize,
+    pub(crate) weight: f32,
+    pub(crate) is_first: bool,
 }
 
 /// f32 scratch of one rank, for tiles of rows. All transposed: `[elements, rows of the tile]`.
@@ -88,8 +94,9 @@ impl Scratch {
         (elements * padded * size_of::<f32>()) as u64
     }
 
-    /// Widens and transposes a tile.
-    pub(crate) fn load(&mut self, cpu: &Cpu, rows: Rows<'_>, tile: Selection<'_>, cols: usize) {
+    /// Widens and transposes rows `tile` of those selected.
+    pub(crate) fn load(&mut self, cpu: &Cpu, rows: Rows<'_>, selected: Selection<'_>, tile: Range<usize>, cols: usize) {
+        let selected = selected.skip(tile.start);
         self.num_rows = tile.len();
         self.padded_rows = tile.len().next_multiple_of(gemm::ROW_ALIGN);
         let x = grown(&mut self.x, cols * self.padded_rows);
@@ -100,7 +107,7 @@ impl Scratch {
                 for (r, patch) in patch.iter_mut().enumerate() {
                     let patch = &mut patch[..part.len()];
                     if first + r < tile.len() {
-                        let start = tile.at(first + r) * rows.stride_bytes + part.start * size;
+                        let start = selected.at(first + r) * rows.stride_bytes + part.start * size;
                         convert::widen(cpu.level(), rows.dtype, &rows.bytes[start..][..part.len() * size], patch);
                     } else {
                         patch.fill(0.0);
@@ -154,28 +161,28 @@ impl Scratch {
         });
     }
 
-    /// Rounds the tile's `y` once to `dtype` and adds its rows, times their weights, to those of `sum` (f32) that `tile` names: the first to arrive is
-    /// `w * y`, the others `fma(w, y, sum)`. `is_first[i]` and `weights[i]` belong to row i of the tile.
-    pub(crate) fn add_to(&self, cpu: &Cpu, dtype: DType, tile: &[u32], weights: &[f32], is_first: &[bool], sum: &mut [f32], cols: usize) {
+    /// Rounds the tile's `y` once to `dtype` and adds its rows, times their weights, to those rows of `sum [rows, cols]` that `to` names: the first to
+    /// arrive is `w * y`, the others `fma(w, y, sum)`.
+    pub(crate) fn add_to(&self, cpu: &Cpu, cols: usize, dtype: DType, to: &[Addend], sum: &mut [f32]) {
         // Each task has the rows of `sum` from its first row to that of the next task: the list ascends.
-        let mut tasks = Vec::with_capacity(tile.len().div_ceil(PATCH_ROWS));
+        let mut tasks = Vec::with_capacity(to.len().div_ceil(PATCH_ROWS));
         let (mut rest, mut start) = (sum, 0);
-        for (i, rows) in tile.chunks(PATCH_ROWS).enumerate() {
-            let end = tile.get((i + 1) * PATCH_ROWS).map_or(start + rest.len() / cols, |&next| next as usize);
+        for (i, rows) in to.chunks(PATCH_ROWS).enumerate() {
+            let end = to.get((i + 1) * PATCH_ROWS).map_or(start + rest.len() / cols, |next| next.row);
             let (mine, others) = std::mem::take(&mut rest).split_at_mut((end - start) * cols);
             tasks.push((i * PATCH_ROWS, rows, start, mine));
             (rest, start) = (others, end);
         }
-        let work = |(first, rows, start, sum): (usize, &[u32], usize, &mut [f32])| {
+        let work = |(first, rows, start, sum): (usize, &[Addend], usize, &mut [f32])| {
             self.for_each_patch(first, cols, |row, col, values| {
-                let Some(&at) = rows.get(row) else { return };
-                let sum = &mut sum[(at as usize - start) * cols + col..][..values.len()];
+                let Some(addend) = rows.get(row) else { return };
+                let sum = &mut sum[(addend.row - start) * cols + col..][..values.len()];
                 elementwise::round(cpu.level(), dtype, values);
-                if is_first[first + row] {
-                    elementwise::scale(cpu.level(), weights[first + row], values);
+                if addend.is_first {
+                    elementwise::scale(cpu.level(), addend.weight, values);
                     sum.copy_from_slice(values);
                 } else {
-                    elementwise::add_scaled(cpu.level(), weights[first + row], values, sum);
+                    elementwise::add_scaled(cpu.level(), addend.weight, values, sum);
                 }
             });
         };
@@ -211,9 +218,9 @@ thread_local! {
 }
 
 /// The first `len` elements, after growing the vector if it is shorter.
-fn grown(values: &mut Vec<f32>, len: usize) -> &mut [f32] {
+pub(crate) fn grown<T: Copy + Default>(values: &mut Vec<T>, len: usize) -> &mut [T] {
     if values.len() < len {
-        values.resize(len, 0.0);
+        values.resize(len, T::default());
     }
     &mut values[..len]
 }
@@ -227,7 +234,7 @@ fn num_tasks(cpu: &Cpu, rows: usize) -> usize {
 }
 
 /// `out = W[part] x`, all blocks of the sum in order.
-fn multiply(cpu: &Cpu, weights: &Matrix, part: std::ops::Range<usize>, x: &[f32], out: &mut [f32], m: usize) {
+fn multiply(cpu: &Cpu, weights: &Matrix, part: Range<usize>, x: &[f32], out: &mut [f32], m: usize) {
     BLOCK.with_borrow_mut(|block| {
         for cols in gemm::blocks(weights.cols) {
             let block = grown(block, part.len() * cols.len());
@@ -238,7 +245,7 @@ fn multiply(cpu: &Cpu, weights: &Matrix, part: std::ops::Range<usize>, x: &[f32]
 }
 
 /// A block of a matrix as f32, fp8 times its scales.
-fn widen(cpu: &Cpu, weights: &Matrix, rows: std::ops::Range<usize>, cols: std::ops::Range<usize>, out: &mut [f32]) {
+fn widen(cpu: &Cpu, weights: &Matrix, rows: Range<usize>, cols: Range<usize>, out: &mut [f32]) {
     let size = weights.dtype.size();
     let scales_per_row = weights.cols.div_ceil(WEIGHT_BLOCK);
     for (row, out) in rows.zip(out.chunks_exact_mut(cols.len())) {
@@ -257,7 +264,7 @@ fn widen(cpu: &Cpu, weights: &Matrix, rows: std::ops::Range<usize>, cols: std::o
 }
 
 /// Splits `data [rows, width]` into `num` nearly equal parts of rows and works on each.
-fn for_each_part(cpu: &Cpu, data: &mut [f32], width: usize, num: usize, work: impl Fn(std::ops::Range<usize>, &mut [f32]) + Sync + Send) {
+fn for_each_part(cpu: &Cpu, data: &mut [f32], width: usize, num: usize, work: impl Fn(Range<usize>, &mut [f32]) + Sync + Send) {
     let mut rest = data;
     let len = rest.len() / width;
     let parts: Vec<_> = gemm::parts(len, num)
@@ -275,7 +282,7 @@ fn for_each_part(cpu: &Cpu, data: &mut [f32], width: usize, num: usize, work: im
 }
 
 /// Works on each chunk of `len` bytes.
-fn for_each_chunk(cpu: &Cpu, data: &mut [u8], len: usize, work: impl Fn(usize, &mut [u8]) + Sync + Send) {
+pub(crate) fn for_each_chunk(cpu: &Cpu, data: &mut [u8], len: usize, work: impl Fn(usize, &mut [u8]) + Sync + Send) {
     if cpu.is_serial() || data.len() <= len {
         data.chunks_mut(len).enumerate().for_each(|(i, data)| work(i, data));
     } else {

@@ -412,7 +412,10 @@ mod tests {
         assert_eq!((d.ranks[0].num_dropped, d.num_dropped, d.routes[1][0][0].unwrap().slot), (1, vec![0, 1], None));
         let tokens = Config { max_tokens: 2, ..config };
         let demand = dispatch(&tokens, 2, &inputs).unwrap_err();
-        assert_eq!(demand.iter().map(|d| (d.limit, d.demand, d.capacity)).collect::<Vec<_>>(), [(Limit::Tokens, 3, 2), (Limit::Tokens, 2, 2)]);
+        assert_eq!(
+            demand.iter().map(|d| (d.limit, d.demand, d.capacity)).collect::<Vec<_>>(),
+            [(Limit::Tokens, 3, 2), (Limit::Tokens, 2, 2)]
+        );
     }
 
     #[test]
