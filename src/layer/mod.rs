@@ -1,7 +1,7 @@
 //! A whole MoE block: router, dispatch, experts, combine, shared expert.
 
 pub mod block;
-mod experts;
+pub(crate) mod experts;
 pub mod memory;
 pub mod preset;
 pub mod verify;
