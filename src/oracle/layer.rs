@@ -57,7 +57,7 @@ pub fn dot(sums: Sums, w: &[f32], x: &[f32]) -> f32 {
 /// A matrix as f32 values, row by row.
 pub struct Values<'a> {
     matrix: &'a Matrix,
-    /// The value of each bit pattern of a narrow type.
+    /// The value of each bit pattern of a narrow type; empty for f32, and for small matrices.
     table: Vec<f32>,
 }
 
@@ -69,6 +69,8 @@ impl<'a> Values<'a> {
             2 => 1 << 16,
             _ => 0,
         };
+        // A table only where it is smaller than the matrix.
+        let num_patterns = if num_patterns as usize > matrix.bytes().len() { 0 } else { num_patterns };
         Values { matrix, table: (0..num_patterns).map(|bits| float::widen(matrix.dtype(), bits)).collect() }
     }
 
@@ -79,7 +81,7 @@ impl<'a> Values<'a> {
         let mut values = Vec::new();
         for (col, bytes) in self.matrix.bytes()[row * cols * size..][..cols * size].chunks_exact(size).enumerate() {
             let bits = float::bits(bytes);
-            let value = if self.table.is_empty() { f32::from_bits(bits) } else { self.table[bits as usize] };
+            let value = if self.table.is_empty() { float::widen(self.matrix.dtype(), bits) } else { self.table[bits as usize] };
             values.push(match self.matrix.scales() {
                 [] => value,
                 scales => value * scales[row / 128 * cols.div_ceil(128) + col / 128],
