@@ -26,7 +26,7 @@ pub fn blocks(len: usize) -> impl Iterator<Item = Range<usize>> + Clone {
 
 /// `0..len` in `num` parts whose lengths differ by one at most, longer ones first.
 pub fn parts(len: usize, num: usize) -> impl Iterator<Item = Range<usize>> + Clone {
-    let (least, longer) = if num == 0 { (0, 0) } else { (len / num, len % num) };
+    let (least, longer) = (len / num.max(1), len % num.max(1));
     (0..num).map(move |i| {
         let start = i * least + i.min(longer);
         start..start + least + usize::from(i < longer)
