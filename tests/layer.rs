@@ -162,6 +162,9 @@ fn memory() -> Result<(), Failed> {
     let tokens = tokens.ok_or_else(|| format!("no number of tokens in: {change}"))?;
     Memory::of(&BlockConfig { weight_dtype: DType::E4M3, max_tokens: tokens, ..config.clone() }, 4)?.check_against(have + (1 << 28))?;
 
+    let Err(Error::Memory { change, .. }) = fp8.check_against(fp8.weight_bytes + 1) else { return Err("no error".into()) };
+    ensure(!change.contains("fewer tokens"), || format!("one byte is left for tokens: {change}"))?;
+
     let more = Memory::of(&BlockConfig { max_tokens: 1024, ..config.clone() }, 4)?;
     ensure(more.symmetric_bytes > memory.symmetric_bytes && more.weight_bytes == memory.weight_bytes, || "tokens and buffers".into())?;
     ensure(Memory::of(&BlockConfig { max_tokens: 0, ..config }, 4).is_err(), || "no tokens were accepted".into())
