@@ -57,35 +57,35 @@ pub fn dot(sums: Sums, w: &[f32], x: &[f32]) -> f32 {
 /// A matrix as f32 values, row by row.
 pub struct Values<'a> {
     matrix: &'a Matrix,
-    /// The value of each bit pattern of a narrow type; empty for f32, and for small matrices.
+    /// The value of each bit pattern of f16 and fp8; empty otherwise, and for small matrices.
     table: Vec<f32>,
 }
 
 impl<'a> Values<'a> {
     /// Reads `matrix`.
     pub fn new(matrix: &'a Matrix) -> Self {
-        let num_patterns = match matrix.dtype().size() {
-            1 => 1 << 8,
-            2 => 1 << 16,
-            _ => 0,
+        // Where a value takes work, and the table is smaller than the matrix.
+        let num_patterns = match matrix.dtype() {
+            DType::F32 | DType::BF16 => 0,
+            narrow => 1usize << (8 * narrow.size()),
         };
-        // A table only where it is smaller than the matrix.
-        let num_patterns = if num_patterns as usize > matrix.bytes().len() { 0 } else { num_patterns };
-        Values { matrix, table: (0..num_patterns).map(|bits| float::widen(matrix.dtype(), bits)).collect() }
+        let num_patterns = if num_patterns > matrix.bytes().len() { 0 } else { num_patterns };
+        Values { matrix, table: (0..num_patterns as u32).map(|bits| float::widen(matrix.dtype(), bits)).collect() }
     }
 
     /// Row `row` of the matrix; e4m3 values are multiplied by the scale of their 128 x 128 block.
     pub fn row(&self, row: usize) -> Vec<f32> {
         let cols = self.matrix.shape()[1];
         let size = self.matrix.dtype().size();
-        let mut values = Vec::new();
-        for (col, bytes) in self.matrix.bytes()[row * cols * size..][..cols * size].chunks_exact(size).enumerate() {
-            let bits = float::bits(bytes);
-            let value = if self.table.is_empty() { float::widen(self.matrix.dtype(), bits) } else { self.table[bits as usize] };
-            values.push(match self.matrix.scales() {
-                [] => value,
-                scales => value * scales[row / 128 * cols.div_ceil(128) + col / 128],
-            });
+        let bytes = &self.matrix.bytes()[row * cols * size..][..cols * size];
+        let mut values = match &self.table[..] {
+            [] => float::values(self.matrix.dtype(), bytes),
+            table => bytes.chunks_exact(size).map(|b| table[float::bits(b) as usize]).collect(),
+        };
+        if !self.matrix.scales().is_empty() {
+            for (col, value) in values.iter_mut().enumerate() {
+                *value *= self.matrix.scales()[row / 128 * cols.div_ceil(128) + col / 128];
+            }
         }
         values
     }
