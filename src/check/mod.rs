@@ -8,6 +8,7 @@ use crate::backend::Backend;
 pub mod cast;
 pub mod combine;
 pub mod dispatch;
+pub mod ep;
 pub mod gate;
 pub mod guarded;
 pub mod layer;
