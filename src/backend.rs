@@ -92,6 +92,17 @@ impl Cpu {
         self
     }
 
+    /// What one of `num_ranks` ranks of this process gets: its share of the cores, or a pool of its own as large as the one that was asked for.
+    pub(crate) fn share(&self, num_ranks: usize) -> Result<Self> {
+        let threads = match &self.threads {
+            Threads::Global if num_ranks == 1 => return Ok(self.clone()),
+            Threads::Global => (std::thread::available_parallelism().map_or(1, usize::from) / num_ranks).max(1),
+            Threads::Caller => 1,
+            Threads::Pool(pool) => pool.current_num_threads(),
+        };
+        Ok(Self::with_threads(threads)?.at_level(self.level))
+    }
+
     /// The instruction set in use.
     pub fn level(&self) -> Level {
         self.level
@@ -115,6 +126,39 @@ impl Cpu {
             Threads::Caller => (0..num_parts).for_each(work),
             Threads::Global => parallel(),
             Threads::Pool(pool) => pool.install(parallel),
+        }
+    }
+
+    /// Runs `work` once for each row of a matrix of `num_rows` rows of `row_bytes`, `stride_bytes` apart, `rows_of_part` rows to a unit of work;
+    /// `end_part` runs on the same thread after the last row of each unit.
+    pub(crate) fn for_each_row(
+        &self,
+        matrix: &mut [u8],
+        (num_rows, row_bytes, stride_bytes): (usize, usize, usize),
+        rows_of_part: usize,
+        work: impl Fn(usize, &mut [u8]) + Sync + Send,
+        end_part: impl Fn() + Sync + Send,
+    ) {
+        use rayon::prelude::*;
+        if num_rows == 0 {
+            return;
+        }
+        let matrix = &mut matrix[..(num_rows - 1) * stride_bytes + row_bytes];
+        // One row may have any stride, 0 included, which no chunk has.
+        let stride_bytes = if num_rows == 1 { row_bytes } else { stride_bytes };
+        let part = |(index, rows): (usize, &mut [u8])| {
+            for (i, row) in rows.chunks_mut(stride_bytes).enumerate() {
+                work(index * rows_of_part + i, &mut row[..row_bytes]);
+            }
+            end_part();
+        };
+        let part_bytes = rows_of_part * stride_bytes;
+        let parallel = |matrix: &mut [u8]| matrix.par_chunks_mut(part_bytes).enumerate().for_each(part);
+        match &self.threads {
+            _ if num_rows <= rows_of_part => matrix.chunks_mut(part_bytes).enumerate().for_each(part),
+            Threads::Caller => matrix.chunks_mut(part_bytes).enumerate().for_each(part),
+            Threads::Global => parallel(matrix),
+            Threads::Pool(pool) => pool.install(|| parallel(matrix)),
         }
     }
 

@@ -81,6 +81,16 @@ pub enum Error {
         /// The value on `second`.
         second_value: String,
     },
+    /// A collective setup failed on one rank; every rank gets this.
+    #[error("{op}: failed on rank {rank}: {error}")]
+    Setup {
+        /// The collective call.
+        op: &'static str,
+        /// The lowest rank that failed.
+        rank: Rank,
+        /// Its error.
+        error: Box<Error>,
+    },
     /// The object, or the bank it would take, is in use.
     #[error("{op}: {what} is busy: {why}")]
     Busy {
@@ -123,6 +133,28 @@ pub enum Error {
         /// Which field is wrong, and how.
         why: String,
     },
+}
+
+/// An error that gives back what the call would have consumed, so that nothing is lost: `?` turns it into its [`Error`].
+#[derive(Debug, thiserror::Error)]
+#[error("{error}")]
+pub struct Rejected<T> {
+    /// What went wrong.
+    pub error: Error,
+    /// The argument, when the call did not begin to use it.
+    pub returned: Option<T>,
+}
+
+impl<T> From<Rejected<T>> for Error {
+    fn from(rejected: Rejected<T>) -> Self {
+        rejected.error
+    }
+}
+
+impl<T> From<Error> for Rejected<T> {
+    fn from(error: Error) -> Self {
+        Rejected { error, returned: None }
+    }
 }
 
 /// Rows that one rank would receive, and rows that it can hold.

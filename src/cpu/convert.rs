@@ -67,7 +67,7 @@ fn narrow_avx2(dtype: DType, src: &[f32], dst: &mut [u8]) {
 }
 
 #[inline(always)]
-fn widen_loops(dtype: DType, src: &[u8], dst: &mut [f32]) {
+pub(crate) fn widen_loops(dtype: DType, src: &[u8], dst: &mut [f32]) {
     fn wide2(src: &[u8]) -> impl Iterator<Item = u16> + '_ {
         src.chunks_exact(2).map(|b| u16::from_le_bytes([b[0], b[1]]))
     }
@@ -85,7 +85,7 @@ fn widen_loops(dtype: DType, src: &[u8], dst: &mut [f32]) {
 }
 
 #[inline(always)]
-fn narrow_loops(dtype: DType, src: &[f32], dst: &mut [u8]) {
+pub(crate) fn narrow_loops(dtype: DType, src: &[f32], dst: &mut [u8]) {
     match dtype {
         DType::F32 => {
             dst.chunks_exact_mut(4).zip(src).for_each(|(d, s)| d.copy_from_slice(&s.to_le_bytes()));

@@ -1,7 +1,10 @@
 //! What the CPU side of every operation shares: the choice of instructions, conversions, copies.
 
 pub mod convert;
+pub(crate) mod copy;
 pub(crate) mod float;
 mod level;
+pub(crate) mod quantize;
 
+pub(crate) use level::Isa;
 pub use level::Level;

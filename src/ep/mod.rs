@@ -4,9 +4,13 @@
 //! back. `PROTOCOL.md` beside this file says in numbered steps who may write what, and when.
 
 mod config;
-mod object;
+pub(crate) mod object;
 mod plan;
-mod world;
+#[doc(hidden)]
+pub mod signal;
+pub(crate) mod symmetric;
+pub(crate) mod wait;
+pub(crate) mod world;
 
 pub use config::{
     Config, IdSpace, Layout, MAX_K, MAX_RANKS, MAX_TOKENS, Mode, Overflow, Quantize, ROW_ALIGN, Reduce, SCALE_BLOCK, ScaleLayout, Wire,

@@ -1,28 +1,215 @@
 //! One rank's end of the buffers through which tokens travel.
+#![forbid(unsafe_code)]
 
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use super::signal::{CountWord, Machine, Signals};
+use super::symmetric::Symmetric;
+use super::wait::scaled;
+use super::world::{Member, lock, timeout_scale};
 use super::{Config, Plan, World};
-use crate::error::Result;
+use crate::cpu::Level;
+use crate::error::{Error, Result};
+use crate::id::Rank;
+
+const OP: &str = "ep setup";
 
 /// One rank's end of the buffers through which tokens travel to experts and back: banks, signal words, epochs.
+///
+/// Every rank calls the same operations in the same order. An object is used by one thread at a time (`&mut self`).
+#[derive(Debug)]
 pub struct ExpertParallel {
-    config: Config,
-    plan: Plan,
+    pub(crate) shared: Arc<Shared>,
+    /// Last dispatch, replay included.
+    pub(crate) epoch: u64,
+    /// Last combine.
+    pub(crate) combine_epoch: u64,
+    /// This rank's count words of the call that is being made.
+    pub(crate) words: Vec<CountWord>,
+}
+
+/// What an object and its arrivals have in common.
+#[derive(Debug)]
+pub(crate) struct Shared {
+    pub member: Arc<Member>,
+    pub config: Config,
+    pub plan: Plan,
+    pub timeout: Duration,
+    /// The memory of every rank, this one included.
+    pub ranks: Vec<Arc<RankMemory>>,
+    /// What describes an arrival, per bank; taken together with the bank.
+    banks: [Mutex<Option<Box<Counts>>>; 2],
+}
+
+/// Numbers that describe the rows of one arrival. Allocated once per bank.
+#[derive(Debug)]
+pub(crate) struct Counts {
+    pub num_rows: usize,
+    pub num_dropped: usize,
+    /// `[L]`.
+    pub num_rows_per_expert: Vec<u32>,
+    /// `[L + 1]` in the expert layouts, else empty.
+    pub segment_start: Vec<u32>,
+    /// First arrival of each sender `[world + 1]`.
+    pub arrival_start: Vec<u32>,
+    /// Rows of lower ranks `[world, L]` in the expert layouts, else empty.
+    pub row_base: Vec<u32>,
+}
+
+/// What the peers of a rank read and write of it.
+#[derive(Debug)]
+pub(crate) struct RankMemory {
+    pub bytes: Symmetric,
+    pub signals: Signals<Machine>,
 }
 
 impl ExpertParallel {
     /// Collective: every rank of the world calls it with an equal configuration. It fails on all ranks or on none.
+    ///
+    /// # Errors
+    /// `Invalid` for a configuration that no world of this size can use, `Mismatch` when two ranks differ, `Memory`, `Timeout`, `Poisoned`;
+    /// `Setup` around the error of one rank only.
     pub fn new(world: &World, config: Config) -> Result<Self> {
-        let plan = config.plan(world.size())?;
-        Ok(Self { config, plan })
+        let plan = config.plan(world.size());
+        let description =
+            serde_json::to_value(&config).map_err(|e| Error::invalid(OP, "config", e, "a configuration that can be compared"));
+        let descriptions = world.exchange(OP, plan.as_ref().map_err(Clone::clone).and(description))?;
+        same_everywhere(&descriptions)?;
+        let plan = plan?;
+
+        // Nobody writes to a peer before all have allocated and zeroed: the exchange is the barrier.
+        let memory = RankMemory::new(&plan).and_then(|m| Ok((Arc::new(m), scaled(config.timeout, timeout_scale()?)?)));
+        let timeout = memory.as_ref().map_or(config.timeout, |m| m.1);
+        let ranks = world.exchange(OP, memory.map(|m| m.0))?;
+        let words = vec![CountWord::unpack(0); plan.num_count_words];
+        let banks = [0, 1].map(|_| Mutex::new(Some(Box::new(Counts::new(&config, &plan, world.rank())))));
+        let shared = Shared { member: world.member().clone(), config, plan, timeout, ranks, banks };
+        Ok(ExpertParallel { shared: Arc::new(shared), epoch: 0, combine_epoch: 0, words })
     }
 
     /// The configuration.
     pub fn config(&self) -> &Config {
-        &self.config
+        &self.shared.config
     }
 
     /// The sizes that follow from it.
     pub fn plan(&self) -> &Plan {
-        &self.plan
+        &self.shared.plan
+    }
+
+    /// This rank.
+    pub fn rank(&self) -> Rank {
+        self.shared.member.rank()
+    }
+
+    /// Number of ranks.
+    pub fn world_size(&self) -> usize {
+        self.shared.plan.world
+    }
+
+    /// Local experts of this rank.
+    pub fn num_local_experts(&self) -> usize {
+        self.shared.plan.placement.num_local(self.rank())
+    }
+}
+
+/// `Mismatch` naming the first rank that differs from rank 0, and the field.
+fn same_everywhere(descriptions: &[serde_json::Value]) -> Result<()> {
+    let Some((first, rest)) = descriptions.split_first() else { return Ok(()) };
+    let Some((r, other)) = rest.iter().enumerate().find(|(_, d)| *d != first) else { return Ok(()) };
+    let fields = first.as_object().into_iter().flatten();
+    let differs = |(name, value): (&String, &serde_json::Value)| {
+        let there = other.get(name).filter(|there| *there != value)?;
+        Some((name.clone(), value.to_string(), there.to_string()))
+    };
+    let (what, first_value, second_value) =
+        fields.map(differs).find_map(|d| d).unwrap_or_else(|| ("config".into(), first.to_string(), other.to_string()));
+    Err(Error::Mismatch { op: OP, first: Rank(0), second: Rank(r as u32 + 1), what, first_value, second_value })
+}
+
+impl RankMemory {
+    fn new(plan: &Plan) -> Result<Self> {
+        Ok(RankMemory { bytes: Symmetric::new(plan.regions.total_bytes)?, signals: Signals::new(plan.world, plan.num_count_words) })
+    }
+}
+
+impl Shared {
+    pub fn me(&self) -> usize {
+        self.member.rank().index()
+    }
+
+    pub fn level(&self) -> Level {
+        self.member.cpu().level()
+    }
+
+    /// This rank's own memory.
+    pub fn mine(&self) -> &RankMemory {
+        &self.ranks[self.me()]
+    }
+
+    /// Offset of bank `bank` in the memory of every rank.
+    pub fn bank_offset(&self, bank: usize) -> usize {
+        bank * self.plan.regions.bank_bytes
+    }
+
+    /// Peers, this rank among them, each rank starting with another one.
+    pub fn peers(&self) -> impl Iterator<Item = usize> + use<> {
+        let (me, world) = (self.me(), self.plan.world);
+        (0..world).map(move |i| (me + i) % world)
+    }
+
+    /// Takes the bank of the next dispatch. Banks alternate, so that all ranks take the same one.
+    pub fn take_bank(self: &Arc<Self>, op: &'static str, epoch: u64) -> Result<Lease> {
+        let bank = epoch as usize % self.config.in_flight;
+        let Some(counts) = lock(&self.banks[bank]).take() else {
+            let why = format!("an arrival of it is alive, and in_flight is {}", self.config.in_flight);
+            return Err(Error::Busy { op, what: format!("bank {bank}"), why });
+        };
+        Ok(Lease { shared: self.clone(), bank, counts: Some(counts) })
+    }
+}
+
+impl Counts {
+    fn new(config: &Config, plan: &Plan, rank: Rank) -> Self {
+        let local = plan.placement.num_local(rank);
+        let if_expert = |n: usize| if config.layout.is_by_expert() { n } else { 0 };
+        Counts {
+            num_rows: 0,
+            num_dropped: 0,
+            num_rows_per_expert: vec![0; local],
+            segment_start: vec![0; if_expert(local + 1)],
+            arrival_start: vec![0; plan.world + 1],
+            row_base: vec![0; if_expert(plan.world * local)],
+        }
+    }
+}
+
+/// A bank that is taken until this is dropped.
+#[derive(Debug)]
+pub(crate) struct Lease {
+    pub shared: Arc<Shared>,
+    pub bank: usize,
+    counts: Option<Box<Counts>>,
+}
+
+impl Lease {
+    /// Offset of a region of this bank in the memory of every rank.
+    pub fn at(&self, region: usize) -> usize {
+        self.shared.bank_offset(self.bank) + region
+    }
+
+    pub fn counts(&self) -> &Counts {
+        self.counts.as_ref().expect("a lease holds the counts until it is dropped")
+    }
+
+    pub fn counts_mut(&mut self) -> &mut Counts {
+        self.counts.as_mut().expect("a lease holds the counts until it is dropped")
+    }
+}
+
+impl Drop for Lease {
+    fn drop(&mut self) {
+        *lock(&self.shared.banks[self.bank]) = self.counts.take();
     }
 }

@@ -50,6 +50,8 @@ pub struct Plan {
     pub wire_row_bytes: usize,
     /// Rows of one sender that a low-latency message holds; 0 without such messages.
     pub staged_rows: usize,
+    /// Bytes of one row of such a message: payload, then its record, then (column-major layouts) its scales.
+    pub message_bytes: usize,
     /// Where everything is in the memory of one rank.
     pub regions: Regions,
     /// Signal words a sender writes to each peer per call.
@@ -125,6 +127,9 @@ impl Plan {
                 (max_local.checked_mul(rows_per_expert).ok_or_else(|| too_large("rows_per_expert"))?, rows_per_expert)
             }
         };
+        if max_rows >= u32::MAX as usize {
+            return Err(Error::invalid(OP, "max_rows", max_rows, "fewer than 4294967295 rows in all: slots are 32 bits"));
+        }
         let row_k = if c.layout.is_by_expert() { 1 } else { c.k };
         let column_scales = c.scale_layout != ScaleLayout::RowMajor && scale_bytes > 0;
         let scale_words = if column_scales { scale_bytes.div_ceil(4) } else { 0 };
@@ -167,8 +172,9 @@ impl Plan {
         let bank_bytes = at.0;
         let mut at = Cursor(bank_bytes.checked_mul(c.in_flight).ok_or_else(|| too_large("in_flight"))?);
         let message_record = if c.layout.is_by_expert() { transit_bytes } else { record_bytes + scale_words * 4 };
-        let message_row = row_bytes.checked_add(message_record.next_multiple_of(ROW_ALIGN)).ok_or_else(|| too_large("hidden"))?;
-        let staging = at.take("expected_tokens", 2 * world * staged_rows, message_row)?;
+        let message_bytes =
+            row_bytes.checked_add(message_record).and_then(|b| b.checked_next_multiple_of(64)).ok_or_else(|| too_large("hidden"))?;
+        let staging = at.take("expected_tokens", 2 * world * staged_rows, message_bytes)?;
         let num_count_words = world + if c.layout.is_by_expert() { c.num_experts } else { 0 };
         Ok(Plan {
             world,
@@ -188,6 +194,7 @@ impl Plan {
             expert_row_bytes,
             wire_row_bytes,
             staged_rows,
+            message_bytes,
             regions: Regions { x, records, transit, scales, expert_output, wire, fold, bank_bytes, staging, total_bytes: at.0 },
             num_count_words,
         })

@@ -1,7 +1,12 @@
 //! Combine: the experts' rows travel back and are summed on the token's own rank, in a fixed order.
 
+mod check;
+mod cpu;
+mod reduce;
+
 use crate::ep::ExpertParallel;
-use crate::error::Result;
+use crate::ep::object::Lease;
+use crate::error::{Rejected, Result};
 use crate::ops::dispatch::{Arrival, Routing};
 use crate::tensor::{TensorView, TensorViewMut};
 
@@ -28,32 +33,51 @@ pub struct Input<'a> {
 pub struct Output<'a> {
     /// `[T, H]` of the combine type; rows from T on are untouched.
     pub out: TensorViewMut<'a>,
-    /// Added last, in f32, before the one rounding: `[T, H]` of the combine type.
+    /// Added last, in f32, before the one rounding: `[T, H]` of the combine type or f32. A token without contributor gets it unchanged
+    /// (rounded, if it is f32 and `out` is not).
     pub add_to: Option<TensorView<'a>>,
     /// With `fold_weights`: `f32 [T, K]`; 0 where a route was masked or dropped.
     pub topk_weights: Option<TensorViewMut<'a>>,
 }
 
-/// A combine whose rows are on their way.
+/// A combine whose rows are on their way: between [`combine_send`](ExpertParallel::combine_send) and
+/// [`combine_receive`](ExpertParallel::combine_receive).
 #[must_use = "the sums are only made by combine_receive"]
-pub struct Sent {}
+#[derive(Debug)]
+pub struct Sent {
+    lease: Lease,
+    filled_by: u64,
+    epoch: u64,
+}
 
 impl ExpertParallel {
-    /// Brings the experts' rows back and sums them. Collective.
-    pub fn combine(&mut self, routing: &Routing, arrival: Arrival, input: &Input<'_>, output: Output<'_>) -> Result<()> {
+    /// Brings the experts' rows back and sums them: `out[t] = round(sum over ranks, ascending, of y + add_to[t])`, in f32. Collective.
+    ///
+    /// # Errors
+    /// `Invalid` before anything is sent, with the arrival given back; `Timeout` and `Poisoned`.
+    pub fn combine(&mut self, routing: &Routing, arrival: Arrival, input: &Input<'_>, output: Output<'_>) -> Result<(), Rejected<Arrival>> {
+        if let Err(error) = check::output(self, routing, &output) {
+            return Err(Rejected { error, returned: Some(arrival) });
+        }
         let sent = self.combine_send(routing, arrival, input)?;
-        self.combine_receive(routing, sent, output)
+        self.combine_receive(routing, sent, output).map_err(|rejected| rejected.error.into())
     }
 
     /// First half of [`combine`](Self::combine): this rank's rows are complete and may be read.
-    pub fn combine_send(&mut self, routing: &Routing, arrival: Arrival, input: &Input<'_>) -> Result<Sent> {
-        let _ = (routing, arrival, input);
-        todo!()
+    pub fn combine_send(&mut self, routing: &Routing, arrival: Arrival, input: &Input<'_>) -> Result<Sent, Rejected<Arrival>> {
+        let checked = self.shared.member.check_alive().and_then(|()| check::input(self, routing, &arrival, input));
+        match checked {
+            Ok(checked) => Ok(cpu::send(self, routing, arrival, &checked)),
+            Err(error) => Err(Rejected { error, returned: Some(arrival) }),
+        }
     }
 
     /// Second half of [`combine`](Self::combine).
-    pub fn combine_receive(&mut self, routing: &Routing, sent: Sent, output: Output<'_>) -> Result<()> {
-        let _ = (routing, sent, output);
-        todo!()
+    pub fn combine_receive(&mut self, routing: &Routing, sent: Sent, output: Output<'_>) -> Result<(), Rejected<Sent>> {
+        let checked = check::sent(self, routing, &sent).and_then(|()| check::output(self, routing, &output));
+        if let Err(error) = checked {
+            return Err(Rejected { error, returned: Some(sent) });
+        }
+        Ok(cpu::receive(routing, sent, output)?)
     }
 }

@@ -1,13 +1,22 @@
 //! Dispatch: every token goes once to each distinct rank that owns one of its experts.
 
 mod arrival;
+mod check;
+mod cpu;
+mod receive;
+mod record;
 mod routing;
 
 pub use arrival::{Arrival, Metadata};
 pub use routing::Routing;
 
+pub(crate) use check::{Rows, aligned_matrix, filled, matrix, same_object};
+pub(crate) use routing::NONE;
+
 use crate::ep::ExpertParallel;
-use crate::error::Result;
+use crate::ep::object::Lease;
+use crate::ep::signal::Kind;
+use crate::error::{Rejected, Result};
 use crate::tensor::TensorView;
 
 /// How many tokens a call has.
@@ -56,48 +65,79 @@ pub struct Payload<'a> {
 }
 
 /// A dispatch whose rows are on their way: between [`dispatch_send`](ExpertParallel::dispatch_send) and
-/// [`dispatch_receive`](ExpertParallel::dispatch_receive).
-#[must_use = "peers' rows are only complete after dispatch_receive"]
-pub struct Sent {}
+/// [`dispatch_receive`](ExpertParallel::dispatch_receive), or between the halves of a replay.
+#[must_use = "peers' rows are only complete after the receiving half"]
+#[derive(Debug)]
+pub struct Sent {
+    lease: Lease,
+    epoch: u64,
+    /// Epoch of the dispatch that made the routing.
+    filled_by: u64,
+    kind: Kind,
+}
 
 impl ExpertParallel {
     /// Sends this rank's tokens and receives those of all ranks. Collective.
     ///
     /// # Errors
-    /// `Invalid` before anything is sent; `Capacity` on every rank, with nothing written; `Busy` when the bank's arrival is still alive;
-    /// `Timeout` and `Poisoned`.
+    /// `Invalid` before anything is sent; `Capacity` on every rank, with no payload written; `Busy` when the bank's arrival is still alive;
+    /// `Mismatch` when another rank called [`replay`](Self::replay); `Timeout` and `Poisoned`.
     pub fn dispatch(&mut self, routing: &mut Routing, input: &Input<'_>, outputs: Outputs<'_>) -> Result<Arrival> {
+        check::outputs(self, &outputs)?;
         let sent = self.dispatch_send(routing, input)?;
-        self.dispatch_receive(routing, sent, outputs)
+        Ok(self.dispatch_receive(routing, sent, outputs)?)
     }
 
-    /// The same routing with new payload. Collective.
+    /// The same routing with new payload (backward of combine). Collective.
+    ///
+    /// # Errors
+    /// As [`dispatch`](Self::dispatch); `Invalid` for a routing that holds no call of this rank and configuration.
     pub fn replay(&mut self, routing: &Routing, payload: &Payload<'_>) -> Result<Arrival> {
         let sent = self.replay_send(routing, payload)?;
-        self.replay_receive(routing, sent)
+        Ok(self.replay_receive(routing, sent)?)
     }
 
     /// First half of [`dispatch`](Self::dispatch): counts and rows leave; nothing waits for rows.
     pub fn dispatch_send(&mut self, routing: &mut Routing, input: &Input<'_>) -> Result<Sent> {
-        let _ = (routing, input);
-        todo!()
+        self.shared.member.check_alive()?;
+        let checked = check::input(self, routing, input)?;
+        cpu::dispatch_send(self, routing, &checked)
     }
 
     /// Second half of [`dispatch`](Self::dispatch).
-    pub fn dispatch_receive(&mut self, routing: &mut Routing, sent: Sent, outputs: Outputs<'_>) -> Result<Arrival> {
-        let _ = (routing, sent, outputs);
-        todo!()
+    pub fn dispatch_receive(&mut self, routing: &mut Routing, sent: Sent, outputs: Outputs<'_>) -> Result<Arrival, Rejected<Sent>> {
+        if let Err(error) = check::outputs(self, &outputs).and_then(|()| check::sent(routing, &sent, Kind::Dispatch)) {
+            return Err(Rejected { error, returned: Some(sent) });
+        }
+        let arrival = cpu::dispatch_receive(routing, sent)?;
+        outputs.fill(&arrival);
+        Ok(arrival)
     }
 
     /// First half of [`replay`](Self::replay).
     pub fn replay_send(&mut self, routing: &Routing, payload: &Payload<'_>) -> Result<Sent> {
-        let _ = (routing, payload);
-        todo!()
+        self.shared.member.check_alive()?;
+        let checked = check::payload(self, routing, payload)?;
+        cpu::replay_send(self, routing, &checked)
     }
 
     /// Second half of [`replay`](Self::replay).
-    pub fn replay_receive(&mut self, routing: &Routing, sent: Sent) -> Result<Arrival> {
-        let _ = (routing, sent);
-        todo!()
+    pub fn replay_receive(&mut self, routing: &Routing, sent: Sent) -> Result<Arrival, Rejected<Sent>> {
+        if let Err(error) = check::sent(routing, &sent, Kind::Replay) {
+            return Err(Rejected { error, returned: Some(sent) });
+        }
+        Ok(cpu::replay_receive(routing, sent)?)
+    }
+}
+
+impl Outputs<'_> {
+    fn fill(self, arrival: &Arrival) {
+        let counts = arrival.num_rows_per_expert();
+        if let Some(statistics) = self.expert_statistics {
+            statistics.iter_mut().zip(counts).for_each(|(s, &n)| *s += u64::from(n));
+        }
+        if let Some(host) = self.counts_host {
+            host.copy_from_slice(counts);
+        }
     }
 }

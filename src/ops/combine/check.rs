@@ -1,0 +1,89 @@
+//! The validator of combine.
+#![forbid(unsafe_code)]
+
+use std::sync::Arc;
+
+use super::{ExpertRows, Input, Output, Sent};
+use crate::ep::ExpertParallel;
+use crate::error::{Error, Result};
+use crate::ops::dispatch::{Arrival, Routing, Rows, aligned_matrix, filled, matrix, same_object};
+use crate::tensor::{DType, TensorViewMut};
+
+const OP: &str = "combine";
+
+/// Rows that are known good.
+pub(super) struct Checked<'a> {
+    /// `None`: in place.
+    pub y: Option<Rows<'a>>,
+    pub row_weights: Option<Rows<'a>>,
+}
+
+pub(super) fn input<'a>(ep: &ExpertParallel, routing: &Routing, arrival: &Arrival, input: &Input<'a>) -> Result<Checked<'a>> {
+    let c = ep.config();
+    same_object(ep, routing, OP)?;
+    filled(routing, OP)?;
+    if !Arc::ptr_eq(&arrival.lease.shared, &ep.shared) {
+        return Err(Error::invalid(OP, "arrival", "of another object", "made by this object"));
+    }
+    if arrival.filled_by != routing.filled_by {
+        let got = format!("of dispatch {}", arrival.filled_by);
+        return Err(Error::invalid(OP, "arrival", got, format!("of the routing's dispatch {}", routing.filled_by)));
+    }
+    let rows = arrival.num_rows();
+    let y = match &input.y {
+        ExpertRows::InPlace => None,
+        ExpertRows::Staged(y) => Some(aligned_matrix(OP, "y", y, &[c.combine_dtype], rows, c.hidden)?),
+    };
+    let row_weights = match (&input.row_weights, c.fold_weights) {
+        (None, false) => None,
+        (Some(w), true) => Some(matrix(OP, "row_weights", w, &[DType::F32], rows, ep.plan().row_k)?),
+        (None, true) => return Err(Error::invalid(OP, "row_weights", "None", "a tensor: the configuration has fold_weights")),
+        (Some(_), false) => return Err(Error::invalid(OP, "row_weights", "a tensor", "None: the configuration has no fold_weights")),
+    };
+    Ok(Checked { y, row_weights })
+}
+
+pub(super) fn output(ep: &ExpertParallel, routing: &Routing, output: &Output<'_>) -> Result<()> {
+    let c = ep.config();
+    same_object(ep, routing, OP)?;
+    filled(routing, OP)?;
+    let tokens = routing.num_tokens();
+    aligned_matrix(OP, "out", &shape_of(&output.out)?, &[c.combine_dtype], tokens, c.hidden)?;
+    no_overlap("out", &output.out, tokens)?;
+    if let Some(add_to) = &output.add_to {
+        aligned_matrix(OP, "add_to", add_to, &[c.combine_dtype, DType::F32], tokens, c.hidden)?;
+    }
+    match (&output.topk_weights, c.fold_weights) {
+        (None, _) => Ok(()),
+        (Some(w), true) => {
+            matrix(OP, "topk_weights", &shape_of(w)?, &[DType::F32], tokens, c.k)?;
+            no_overlap("topk_weights", w, tokens)
+        }
+        (Some(_), false) => Err(Error::invalid(OP, "topk_weights", "a tensor", "None: the configuration has no fold_weights")),
+    }
+}
+
+/// Rows that are written must not share bytes.
+fn no_overlap(what: &str, view: &TensorViewMut<'_>, rows: usize) -> Result<()> {
+    let (stride, columns) = (view.strides()[0], view.shape()[1]);
+    if rows > 1 && stride < columns {
+        return Err(Error::invalid(OP, format!("{what} row stride"), stride, format!("at least {columns} elements")));
+    }
+    Ok(())
+}
+
+/// The same view, to be read.
+fn shape_of<'a>(view: &'a TensorViewMut<'_>) -> Result<crate::tensor::TensorView<'a>> {
+    match view.device() {
+        Some(address) => crate::tensor::TensorView::from_device(address, *view.layout()),
+        None => crate::tensor::TensorView::new(view.host(OP, "out")?, *view.layout()),
+    }
+}
+
+pub(super) fn sent(ep: &ExpertParallel, routing: &Routing, sent: &Sent) -> Result<()> {
+    if !Arc::ptr_eq(&sent.lease.shared, &ep.shared) || sent.filled_by != routing.filled_by {
+        let got = format!("of dispatch {}", sent.filled_by);
+        return Err(Error::invalid(OP, "sent", got, format!("of this object and the routing's dispatch {}", routing.filled_by)));
+    }
+    Ok(())
+}
