@@ -89,9 +89,9 @@ fn round_scripts(layout: Layout) -> Vec<Script> {
         batches.push(batch(&config, &traffic, &sizes(0), 999, false)); // new payload for the first round's routing
         let mut steps = Steps::default();
         let kept = steps.dispatch(0, 0, Phase::Both);
-        steps.combine(kept, Form::of(0, true));
+        steps.combine(kept, Form::of(0, &config));
         for round in 1..10 {
-            let form = Form::of(round, round % 2 == 0);
+            let form = Form::of(round, &config);
             let arrival = steps.dispatch(round, 1, form.phase);
             if round % 4 == 3 {
                 steps.drop_arrival(arrival);
@@ -100,7 +100,7 @@ fn round_scripts(layout: Layout) -> Vec<Script> {
             }
         }
         let again = steps.replay(10, 0, Phase::Send);
-        steps.combine(again, Form::of(6, true));
+        steps.combine(again, Form::of(6, &config));
         let name = format!("rounds {traffic:?}");
         let script = Script { name, world: traffic.world(), config, batches, steps: steps.steps, rows: Rows::BySlot, specials: false };
         scripts.push(if i % 4 == 0 { script } else { low_latency(script) });
@@ -127,14 +127,14 @@ fn identity_experts(backend: &Backend, layout: Layout) -> Result<usize, Failed> 
             let want: Vec<Vec<u8>> = ranks.iter().map(|tokens| weighted_sums(&config, tokens)).collect();
             let mut steps = Steps::default();
             let arrival = steps.dispatch(0, 0, Phase::Both);
-            steps.combine(arrival, Form::of(2 * i, false));
+            steps.combine(arrival, Form::of(2 * i, &config));
             let (ids, count) = (DType::I64, Count::All);
             let name = format!("identity experts {reduce:?} {traffic:?}");
             let batches = vec![Batch { ranks, ids, count, padded: false }];
             // No add_to: it would be part of the sum.
             let steps = steps.steps.into_iter().map(|step| match step {
                 ep::Step::Combine { arrival, in_place, fold, phase, .. } => {
-                    ep::Step::Combine { arrival, in_place, add_to: false, fold, phase }
+                    ep::Step::Combine { arrival, in_place, add_to: None, fold, phase }
                 }
                 other => other,
             });
@@ -223,7 +223,7 @@ fn split_script(config: &Config, all: &Tokens, world: usize) -> Script {
     }
     let mut steps = Steps::default();
     let arrival = steps.dispatch(0, 0, Phase::Both);
-    steps.combine(arrival, Form { in_place: world.is_multiple_of(4), add_to: false, fold: false, phase: Phase::Both });
+    steps.combine(arrival, Form { in_place: world.is_multiple_of(4), add_to: None, fold: false, phase: Phase::Both });
     Script {
         name: format!("world {world} of the same tokens"),
         world,

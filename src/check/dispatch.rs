@@ -127,7 +127,7 @@ fn capacity_script(config: Config, traffic: &Traffic, index: usize, form: usize)
     one_token[traffic.world() - 1] = 1;
     let first = batch(&config, traffic, &traffic.tokens, index, false);
     let second = batch(&config, &few, &one_token, index + 1, false);
-    let form = Form::of(form, config.fold_weights);
+    let form = Form::of(form, &config);
     let mut steps = Steps::default();
     for (b, batch) in [(0, &first), (1, &second), (0, &first), (1, &second)] {
         let fits = dispatch(&config, traffic.world(), &batch.ranks).is_ok();
@@ -161,7 +161,7 @@ fn in_flight_scripts(layout: Layout) -> Vec<Script> {
     for (i, traffic) in traffics().into_iter().enumerate() {
         let config = Config { in_flight: 2, fold_weights: true, ..traffic.config(WIDTHS[i % 4], DType::F16, layout) };
         let batches: Vec<_> = (0..3).map(|b| batch(&config, &traffic, &traffic.tokens, 3 * i + b, false)).collect();
-        let form = Form { in_place: i % 2 == 0, add_to: i % 3 == 0, fold: true, phase: Phase::Both };
+        let form = Form { in_place: i % 2 == 0, add_to: (i % 3 == 0).then_some(DType::F16), fold: true, phase: Phase::Both };
         let Form { in_place, add_to, fold, .. } = form;
         let combine_send = |arrival| Step::Combine { arrival, in_place, add_to, fold, phase: Phase::Send };
         let dispatch_send = |batch, routing| Step::Dispatch { batch, routing, phase: Phase::Send };
@@ -228,7 +228,7 @@ fn same_bytes(backend: &Backend) -> Result<usize, Failed> {
                 batch.padded = i & 2 != 0;
                 batch.count = [Count::All, Count::Host, Count::Device][i % 3];
             }
-            script.steps = forms(&script.steps, Form::of(i >> 2, false));
+            script.steps = in_place(&script.steps, i & 4 != 0);
             let script = if i & 8 == 0 { script.clone() } else { low_latency(script.clone()) };
             // Sums are made in other forms, so only they are compared.
             let same = script.clone().prepare()?.run(backend)?.out == first.out;
@@ -240,11 +240,11 @@ fn same_bytes(backend: &Backend) -> Result<usize, Failed> {
 }
 
 /// The same calls, every combine staged or in place.
-fn forms(steps: &[Step], form: Form) -> Vec<Step> {
+fn in_place(steps: &[Step], yes: bool) -> Vec<Step> {
     let mut steps = steps.to_vec();
     for step in &mut steps {
         if let Step::Combine { in_place, .. } = step {
-            *in_place = form.in_place;
+            *in_place = yes;
         }
     }
     steps

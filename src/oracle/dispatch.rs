@@ -133,11 +133,14 @@ struct Candidate {
 /// Every rank's arrival.
 ///
 /// # Errors
-/// What every rank needs and has, when some rank has not enough.
+/// What every rank needs and has, when some rank has not enough; of too many tokens, only the ranks that have them.
 pub fn dispatch(config: &Config, world: usize, inputs: &[Tokens]) -> Result<Dispatched, Vec<Demand>> {
     let owners = owners(config, world);
     if inputs.iter().any(|t| t.num_tokens > config.max_tokens) {
-        return Err(demands(Limit::Tokens, config.max_tokens, inputs.iter().map(|t| t.num_tokens)));
+        // Only of these ranks do the others learn how many tokens they have.
+        let mut over = demands(Limit::Tokens, config.max_tokens, inputs.iter().map(|t| t.num_tokens));
+        over.retain(|d| d.demand > d.capacity);
+        return Err(over);
     }
     let mut routes = routes(config, &owners, inputs);
     let segments: Vec<Vec<Vec<Candidate>>> = (0..world).map(|rank| segments(config, &owners, rank, &routes)).collect();
@@ -412,10 +415,7 @@ mod tests {
         assert_eq!((d.ranks[0].num_dropped, d.num_dropped, d.routes[1][0][0].unwrap().slot), (1, vec![0, 1], None));
         let tokens = Config { max_tokens: 2, ..config };
         let demand = dispatch(&tokens, 2, &inputs).unwrap_err();
-        assert_eq!(
-            demand.iter().map(|d| (d.limit, d.demand, d.capacity)).collect::<Vec<_>>(),
-            [(Limit::Tokens, 3, 2), (Limit::Tokens, 2, 2)]
-        );
+        assert_eq!(demand.iter().map(|d| (d.limit, d.demand, d.capacity)).collect::<Vec<_>>(), [(Limit::Tokens, 3, 2)]);
     }
 
     #[test]

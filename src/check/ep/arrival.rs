@@ -139,7 +139,9 @@ fn check_contiguous_metadata(config: &Config, arrival: &Arrival, want: &Arrived)
     for (what, guarded) in [("source", &sources), ("topk_idx", &ids), ("topk_weights", &weights)] {
         guarded.check(what)?;
     }
-    for (slot, row) in valid(want) {
+    let none = Row { source: None, x: Vec::new(), scales: Vec::new(), topk_idx: vec![-1; row_k], topk_weights: vec![0.0; row_k] };
+    for (slot, row) in want.rows.iter().enumerate() {
+        let row = row.as_ref().unwrap_or(&none);
         let source = row.source.map_or([-1, -1], |(rank, token)| [rank as i32, token as i32]);
         let wants: [(&str, DType, &Guarded, &[u8]); 3] = [
             ("source", DType::I32, &sources, bytemuck::cast_slice(&source)),

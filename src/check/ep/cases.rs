@@ -92,8 +92,8 @@ pub struct Steps {
 pub struct Form {
     /// Rows are written into the bank, not passed.
     pub in_place: bool,
-    /// With `add_to`.
-    pub add_to: bool,
+    /// With `add_to`, of this type.
+    pub add_to: Option<DType>,
     /// With per-row weights to be folded.
     pub fold: bool,
     /// One call or two, for the combine and the dispatch before it.
@@ -101,10 +101,16 @@ pub struct Form {
 }
 
 impl Form {
-    /// Bits of `index` choose.
-    pub fn of(index: usize, fold: bool) -> Self {
+    /// Bits of `index` choose; `add_to` is of the combine type or f32.
+    pub fn of(index: usize, config: &Config) -> Self {
+        let fold = config.fold_weights;
         let phase = if index & 1 == 0 { Phase::Both } else { Phase::Send };
-        Form { in_place: index & 2 != 0, add_to: index & 4 != 0, fold, phase }
+        Form {
+            in_place: index & 2 != 0,
+            add_to: (index & 4 != 0).then_some(if index & 8 == 0 { config.combine_dtype } else { DType::F32 }),
+            fold,
+            phase,
+        }
     }
 }
 
@@ -201,11 +207,11 @@ pub fn combine_script(name: &str, config: Config, traffic: &Traffic, index: usiz
     let (batches, fit) = four_batches(&config, traffic, 5 * index, specials);
     let mut steps = Steps::default();
     for batch in [0, 1] {
-        let form = Form::of(index + 3 * batch, config.fold_weights);
+        let form = Form::of(index + 3 * batch, &config);
         steps.dispatch_and(batch, batch, form.phase, fit[batch], |steps, arrival| steps.combine(arrival, form));
     }
     if fit[0] {
-        let form = Form::of(index + 6, config.fold_weights);
+        let form = Form::of(index + 6, &config);
         let arrival = steps.replay(2, 0, form.phase);
         steps.combine(arrival, form);
     }

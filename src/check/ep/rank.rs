@@ -206,7 +206,7 @@ impl Walk<'_> {
             Pending::Dispatch { sent: Some(sent), routing, step } => {
                 let mut counts = Counts::new(self.statistics.len(), step);
                 let arrival = self.ep.dispatch_receive(&mut self.routings[routing], sent, counts.outputs(&mut self.statistics));
-                self.dispatched(step, routing, arrival, &counts, faults)
+                self.dispatched(step, routing, arrival.map_err(Error::from), &counts, faults)
             }
             Pending::Replay { sent, routing, step } => {
                 let arrival = self.ep.replay_receive(&self.routings[routing], sent)?;
@@ -366,7 +366,7 @@ impl Output {
         let rows = num_tokens + if padded { EXTRA_ROWS } else { 0 };
         Output {
             out: Matrix::poisoned(dtype, rows, hidden, padded, 16),
-            add_to: sums.add_to[rank].as_ref().map(|bytes| Matrix::filled(dtype, rows, hidden, padded, 32, bytes)),
+            add_to: sums.add_to[rank].as_ref().map(|(add_dtype, bytes)| Matrix::filled(*add_dtype, rows, hidden, padded, 32, bytes)),
             topk_weights: sums.folded.as_ref().map(|_| Matrix::poisoned(DType::F32, rows, k, padded, 4)),
             num_tokens,
             k,

@@ -78,8 +78,8 @@ pub enum Step {
         arrival: usize,
         /// Rows are written into the bank, not passed.
         in_place: bool,
-        /// With `add_to`.
-        add_to: bool,
+        /// With `add_to`, of this type.
+        add_to: Option<DType>,
         /// With per-row weights to be folded.
         fold: bool,
         /// One call or two.
@@ -126,7 +126,7 @@ pub struct Script {
 pub(super) struct Sums {
     pub(super) y: Vec<Vec<u8>>,
     pub(super) row_weights: Option<Vec<Vec<f32>>>,
-    pub(super) add_to: Vec<Option<Vec<u8>>>,
+    pub(super) add_to: Vec<Option<(DType, Vec<u8>)>>,
     pub(super) out: Vec<Vec<u8>>,
     pub(super) folded: Option<Vec<Vec<f32>>>,
 }
@@ -205,7 +205,7 @@ impl Script {
         Ok(Prepared { script: self, expected })
     }
 
-    fn sums(&self, step: u64, dispatched: &Dispatched, with_add_to: bool, with_fold: bool) -> Sums {
+    fn sums(&self, step: u64, dispatched: &Dispatched, add_to: Option<DType>, with_fold: bool) -> Sums {
         let row_bytes = self.config.hidden * self.config.combine_dtype.size();
         let mut y = Vec::new();
         let mut row_weights = Vec::new();
@@ -235,7 +235,7 @@ impl Script {
         }
         let add_to_of = |(source, routes): (usize, &Vec<_>)| {
             let mut random = SplitMix64::stream(step ^ 0xADD, source as u64); // 0xADD: arbitrary, another stream than the rows'
-            with_add_to.then(|| elements(&mut random, self.config.combine_dtype, routes.len() * self.config.hidden, self.specials))
+            add_to.map(|dtype| (dtype, elements(&mut random, dtype, routes.len() * self.config.hidden, self.specials)))
         };
         let add_to: Vec<_> = dispatched.routes.iter().enumerate().map(add_to_of).collect();
         let out = combine(&self.config, dispatched, &y, &add_to);
