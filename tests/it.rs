@@ -10,6 +10,7 @@ mod combine;
 mod dispatch;
 mod gate;
 mod layer;
+mod model;
 mod router;
 mod world;
 
@@ -24,6 +25,7 @@ fn main() {
         dispatch::trials,
         gate::trials,
         layer::trials,
+        model::trials,
         router::trials,
         world::trials,
     ] {

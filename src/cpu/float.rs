@@ -150,12 +150,15 @@ pub fn exp(x: f32) -> f32 {
         p = p.mul_add(r, c);
     }
     // 2^n in two factors, each normal: a subnormal result is rounded once, by the last product.
-    let n = n as i32;
+    // The integer is in the low bits of n + 1.5 * 2^23 (exact, |n| < 2^22): `n as i32` saturates and is not vectorised. NaN gives some integer; p is NaN.
+    let n = (n + INTEGER).to_bits() as i32 - INTEGER.to_bits() as i32;
     let first = n >> 1;
     let second = n - first;
     p * f32::from_bits(((first + 127) << 23) as u32) * f32::from_bits(((second + 127) << 23) as u32)
 }
 
+/// 1.5 * 2^23: f32 of this size have steps of 1 (derived).
+const INTEGER: f32 = 12_582_912.0;
 /// Upper part of ln 2, with trailing zeros so that n * LN2_HI is exact for |n| < 2^9 (derived).
 const LN2_HI: f32 = f32::from_bits(0x3F31_7200);
 /// ln 2 - LN2_HI, rounded (derived).

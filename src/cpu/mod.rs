@@ -3,7 +3,7 @@
 pub mod convert;
 pub(crate) mod copy;
 pub(crate) mod float;
-mod level;
+pub(crate) mod level;
 pub(crate) mod quantize;
 
 pub(crate) use level::Isa;
