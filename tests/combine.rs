@@ -113,17 +113,17 @@ fn bad_output() -> Result<(), Failed> {
         let mut arrival = dispatched(ep, routing, &zeros)?;
         let input = Input { y: ExpertRows::InPlace, row_weights: None };
         // (name, got, want), offset, type, shape and stride of out.
-        let outs: [(&str, &str, &str, usize, DType, &[usize], usize); 6] = [
-            ("out dtype", "f32", "bf16", 0, DType::F32, &[3, 16], 16),
-            ("out shape", "[2, 16]", "[3, 16]", 0, DType::BF16, &[2, 16], 16),
-            ("out shape", "[3, 24]", "[3, 16]", 0, DType::BF16, &[3, 24], 24),
-            ("out address", "0x", "a multiple of 16", 2, DType::BF16, &[3, 16], 16),
-            ("out row stride", "34 bytes", "a multiple of 16", 0, DType::BF16, &[3, 16], 17),
-            ("out row stride", "8", "at least 16", 0, DType::BF16, &[3, 16], 8),
+        let outs = [
+            ("out dtype", "f32", "bf16", 0, DType::F32, [3, 16], 16),
+            ("out shape", "[2, 16]", "[3, 16]", 0, DType::BF16, [2, 16], 16),
+            ("out shape", "[3, 24]", "[3, 16]", 0, DType::BF16, [3, 24], 24),
+            ("out address", "0x", "a multiple of 16", 2, DType::BF16, [3, 16], 16),
+            ("out row stride", "34 bytes", "a multiple of 16", 0, DType::BF16, [3, 16], 17),
+            ("out row stride", "8", "at least 16", 0, DType::BF16, [3, 16], 8),
         ];
         for (what, got, want, offset, dtype, shape, stride) in outs {
             let mut out = Zeros([3; 4096]);
-            let strides = Strides::strided("test", dtype, shape, &[stride, 1])?;
+            let strides = Strides::strided("test", dtype, &shape, &[stride, 1])?;
             let output = Output { out: TensorViewMut::new(&mut out.0[offset..], strides)?, add_to: None, topk_weights: None };
             let Err(rejected) = ep.combine(routing, arrival, &input, output) else {
                 return Err(format!("a bad {what} was accepted").into());

@@ -24,7 +24,7 @@ pub fn trials() -> Vec<Trial> {
         Trial::test("dispatch::bad metadata slices", bad_slices),
         Trial::test("dispatch::a live arrival keeps its bank", busy_bank),
         Trial::test("dispatch::ranks that differ", ranks_that_differ),
-        Trial::test("dispatch::too many tokens than 20 bits hold", many_tokens),
+        Trial::test("dispatch::more tokens than 20 bits hold", many_tokens),
     ]
 }
 

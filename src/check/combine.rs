@@ -3,11 +3,11 @@
 use std::collections::HashSet;
 
 use crate::Backend;
-use crate::check::ep::cases::{Form, Steps, Traffic, batch, combine_script, low_latency, traffics};
+use crate::check::ep::cases::{Form, Steps, Traffic, batch, combine_script, low_latency, many_tokens, traffics};
 use crate::check::ep::inputs::{Draw, Ids, draw};
 use crate::check::ep::script::Rows;
 use crate::check::ep::{self, Batch, Count, Phase, Script, run_all};
-use crate::check::{Failed, Group};
+use crate::check::{Failed, Group, variants};
 use crate::ep::{Config, IdSpace, Layout, Reduce, Wire};
 use crate::oracle::dispatch::Tokens;
 use crate::oracle::{compare, float};
@@ -66,7 +66,8 @@ fn sum_scripts(layout: Layout, reduce: Reduce, dtype: DType) -> Vec<Script> {
             if reduce == Reduce::AtRankF32 && wire != Wire::AsIs || weighted && !layout.is_by_expert() {
                 continue; // refused by the configuration
             }
-            for (i, traffic) in traffics.iter().enumerate() {
+            let many = (weighted == layout.is_by_expert()).then(many_tokens);
+            for (i, traffic) in traffics.iter().chain(&many).enumerate() {
                 let index = i + 5 * w + weighted as usize; // 5: arbitrary, another width and form for each wire
                 let base = traffic.config(WIDTHS[index % 4], DType::Bytes, layout);
                 let config = Config { combine_dtype: dtype, wire, reduce, weighted, fold_weights: index.is_multiple_of(3), ..base };
@@ -110,7 +111,7 @@ fn round_scripts(layout: Layout) -> Vec<Script> {
 
 /// Experts that give back what they get: the weighted combine is the sum of weights times x. Small integers, so every order gives these bits.
 fn identity_experts(backend: &Backend, layout: Layout) -> Result<usize, Failed> {
-    let variants = ep::variants(backend)?;
+    let variants = variants(backend)?;
     let mut num_cases = 0;
     for reduce in REDUCES {
         for (i, traffic) in traffics().into_iter().enumerate() {
@@ -140,7 +141,7 @@ fn identity_experts(backend: &Backend, layout: Layout) -> Result<usize, Failed> 
             });
             let (world, steps) = (traffic.world(), steps.collect());
             let script = Script { name, world, config: config.clone(), batches, steps, rows: Rows::Received, specials: false };
-            let report = script.prepare()?.run(&variants[i % variants.len()])?;
+            let report = script.prepare()?.run(&variants[i % variants.len()].1)?;
             for (rank, (got, want)) in report.out.iter().zip(&want).enumerate() {
                 let shape = [traffic.tokens[rank], config.hidden];
                 let what = format!("sum of weights times x of rank {rank}, {reduce:?} {traffic:?}");
@@ -175,7 +176,7 @@ fn weighted_sums(config: &Config, tokens: &Tokens) -> Vec<u8> {
 
 /// `ByExpert` + `AtSource`: the same global tokens on 1, 2, 4 and 8 ranks give the same bytes.
 fn independent_of_the_world(backend: &Backend) -> Result<usize, Failed> {
-    let variants = ep::variants(backend)?;
+    let variants = variants(backend)?;
     let mut num_cases = 0;
     let layouts = [LAYOUTS[1], Layout::ByExpertFixed { rows_per_expert: 40 }]; // 40: all tokens
     for layout in layouts {
@@ -188,7 +189,7 @@ fn independent_of_the_world(backend: &Backend) -> Result<usize, Failed> {
                 let mut first: Option<Vec<u8>> = None;
                 for (i, world) in [1, 2, 4, 8].into_iter().enumerate() {
                     let script = split_script(&config, &all[0], world);
-                    let report = script.prepare()?.run(&variants[(w + d + i) % variants.len()])?;
+                    let report = script.prepare()?.run(&variants[(w + d + i) % variants.len()].1)?;
                     let out = report.out.concat();
                     let shape = [40, config.hidden];
                     let what = format!("world {world} against world 1, {layout:?} {wire:?} {dtype} weighted {weighted}");

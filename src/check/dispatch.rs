@@ -1,18 +1,18 @@
 //! Checks of dispatch.
 
-use crate::check::ep::cases::{Form, Steps, Traffic, batch, combine_script, dispatch_script, low_latency, traffics};
+use crate::Backend;
+use crate::check::ep::cases::{Form, Steps, Traffic, batch, combine_script, dispatch_script, low_latency, many_tokens, traffics};
 use crate::check::ep::inputs::{Draw, Ids, draw};
 use crate::check::ep::script::Rows;
 use crate::check::ep::{Count, Phase, Script, Step, run_all};
 use crate::check::guarded::Guarded;
-use crate::check::{Failed, Group};
+use crate::check::{Failed, Group, variants};
 use crate::ensure;
 use crate::ep::{Config, ExpertParallel, Layout, Overflow, Quantize, ScaleLayout, World};
 use crate::id::{Expert, Rank, Slot};
 use crate::ops::dispatch::{Input, NumTokens, Outputs, Routing};
 use crate::oracle::dispatch::{Dispatched, dispatch};
 use crate::tensor::{DType, TensorView};
-use crate::{Backend, check::ep};
 
 /// Widths of rows: the least, one vector of 64 bytes and more, a scale block and a short one, two blocks.
 const WIDTHS: [usize; 4] = [16, 64, 144, 256];
@@ -73,7 +73,7 @@ pub fn groups() -> Vec<Group> {
 }
 
 fn payload_scripts(layout: Layout, (name, dtype, scale_bytes, quantize, scale_layout): Payload) -> impl Iterator<Item = Script> {
-    traffics().into_iter().enumerate().map(move |(i, traffic)| {
+    traffics().into_iter().chain([many_tokens()]).enumerate().map(move |(i, traffic)| {
         let config = Config { scale_bytes, quantize, scale_layout, ..traffic.config(WIDTHS[i % 4], dtype, layout) };
         dispatch_script(name, config, &traffic, i)
     })
@@ -105,7 +105,8 @@ fn capacity_scripts(layout: Layout) -> Vec<Script> {
             let base = Config { overflow, ..base.clone() };
             for missing in [0, 1, 2, fullest.saturating_sub(1)] {
                 let config = with_capacity(&base, &full, missing);
-                scripts.extend(config.map(|config| capacity_script(config, &traffic, i, missing)));
+                let script = config.map(|config| capacity_script(config, &traffic, i, missing));
+                scripts.extend(script.map(|script| if (i + missing) % 3 == 2 { low_latency(script) } else { script }));
             }
             // Dropping per segment does not help when the kept rows together are too many.
             if matches!((layout, overflow), (Layout::ByExpert { .. }, Overflow::Drop)) && fullest > 8 {
@@ -264,13 +265,13 @@ type Received = (Vec<(usize, usize, Vec<i32>)>, Vec<u32>);
 
 /// Without the oracle: every unmasked (token, rank), or (token, expert), has exactly one slot, and counts follow from the routes.
 fn properties(backend: &Backend, layout: Layout) -> Result<usize, Failed> {
-    let variants = ep::variants(backend)?;
+    let variants = variants(backend)?;
     let traffics = traffics();
     for (i, traffic) in traffics.iter().enumerate() {
         let config = traffic.config(WIDTHS[i % 4], DType::F32, layout);
         let tokens = draw(&config, &Draw { seed: 99, tokens: traffic.tokens.clone(), ids: traffic.ids, weights: true, specials: false });
         let placement = config.placement(traffic.world())?;
-        let received = World::run(&variants[i % variants.len()], traffic.world(), |world| {
+        let received = World::run(&variants[i % variants.len()].1, traffic.world(), |world| {
             let mut ep = ExpertParallel::new(&world, config.clone())?;
             let mut routing = Routing::new(&ep);
             let own = &tokens[world.rank().index()];

@@ -67,6 +67,11 @@ pub fn traffics() -> Vec<Traffic> {
     ]
 }
 
+/// Tokens, rows and arrivals for several units of parallel work (32 of each) on every rank.
+pub fn many_tokens() -> Traffic {
+    Traffic::new(&[70, 100], 6, 16, Ids::Distinct)
+}
+
 /// A batch of `traffic`; its form follows from `index`.
 pub fn batch(config: &Config, traffic: &Traffic, tokens: &[usize], index: usize, specials: bool) -> Batch {
     let d = Draw { seed: 1000 + index as u64, tokens: tokens.to_vec(), ids: traffic.ids, weights: !index.is_multiple_of(3), specials };

@@ -10,27 +10,21 @@ pub mod script;
 
 pub use script::{Batch, Count, Phase, Report, Script, Step};
 
-use crate::backend::{Backend, Cpu};
-use crate::check::Failed;
-use crate::cpu::Level;
+use std::hash::{DefaultHasher, Hash, Hasher};
 
-/// The backend with every instruction set of this machine, on the calling thread and on 3 threads (3: neither one nor a power of two).
-pub fn variants(backend: &Backend) -> Result<Vec<Backend>, Failed> {
-    match backend {
-        Backend::Cpu(_) => {
-            let (one, three) = (Cpu::with_threads(1)?, Cpu::with_threads(3)?);
-            let at = |level: &Level| [&one, &three].map(|cpu| Backend::Cpu(cpu.clone().at_level(*level)));
-            Ok(Level::available().iter().flat_map(at).collect())
-        }
-    }
-}
+use crate::backend::Backend;
+use crate::check::{Failed, variants};
 
-/// Runs every script, each on the next variant of the backend, and returns how many there were.
+/// Runs every script, each on one variant of the backend, and returns how many there were. The variant follows from the script, so that
+/// neither a world nor a width always meets the same one.
 pub fn run_all(backend: &Backend, scripts: impl IntoIterator<Item = Script>) -> Result<usize, Failed> {
     let variants = variants(backend)?;
     let mut num_scripts = 0;
     for script in scripts {
-        script.prepare()?.run(&variants[num_scripts % variants.len()])?;
+        let mut hasher = DefaultHasher::new();
+        (&script.name, &script.config).hash(&mut hasher);
+        let (_, variant) = &variants[hasher.finish() as usize % variants.len()];
+        script.prepare()?.run(variant)?;
         num_scripts += 1;
     }
     Ok(num_scripts)
