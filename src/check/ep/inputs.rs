@@ -89,12 +89,17 @@ fn token_ids(random: &mut SplitMix64, config: &Config, ids: Ids) -> Vec<i64> {
     }
 }
 
-/// `count` elements of `dtype`: values of mixed magnitude, or any bytes for types that are only moved.
+/// `count` elements of `dtype`: values of mixed magnitude, or any bytes for types that are only moved. Of every 128 values in a row (a scale
+/// block) all may be 0, or so small that the least scale counts.
 pub fn elements(random: &mut SplitMix64, dtype: DType, count: usize, specials: bool) -> Vec<u8> {
     let mut bytes = Vec::with_capacity(count * dtype.size());
-    for _ in 0..count {
+    let mut block_factor = 1.0;
+    for i in 0..count {
         let bits = random.next_u64();
-        let mut value = symmetric_f32(bits) * ((bits & 7) as f32 - 3.0).exp2();
+        if i.is_multiple_of(128) {
+            block_factor = [0.0, 1e-6, 1e-6, 1.0, 1.0, 1.0, 1.0, 1.0][(bits >> 12 & 7) as usize]; // 1e-6: times 16 still below 1e-4
+        }
+        let mut value = symmetric_f32(bits) * ((bits & 7) as f32 - 3.0).exp2() * block_factor;
         // One value in 64 is special (arbitrary: enough in a row, and most sums stay finite).
         if specials && bits >> 3 & 63 == 0 {
             let pick = (bits >> 9 & 7) as usize;
