@@ -7,15 +7,15 @@ use crate::routing::router::{Family, Groups, RouterConfig};
 /// Ids and weights of every row of `logits` (`[T, num_experts]`, widened to f32), each `[T, k]`.
 ///
 /// All arithmetic is f32, each step rounded once, no fma outside [`exp::exp`]. For one row:
-/// 1. Scores. Softmax: m = the largest logit (NaN never is); p[e] = exp(logit[e] - m); d = p[0] + p[1] + .. in ascending e; score[e] = p[e] / d.
-///    Sigmoid (DeepSeek-V3): score[e] = sigmoid(logit[e]).
-/// 2. Choice values: the scores; DeepSeek-V3: score[e] + bias[e].
+/// 1. Scores. Softmax: m = the largest logit (NaN never is); `p[e] = exp(logit[e] - m)`; `d = p[0] + p[1] + ..` in ascending e;
+///    `score[e] = p[e] / d`. Sigmoid (DeepSeek-V3): `score[e] = sigmoid(logit[e])`.
+/// 2. Choice values: the scores; DeepSeek-V3: `score[e] + bias[e]`.
 /// 3. Order: larger first, a NaN above everything (as torch.topk has it), equal ones (+0 and -0, NaN and NaN) by ascending id.
-/// 4. Groups, where the family has them: a group is worth its first value in that order (DeepSeek-V2), or the sum of its first two (DeepSeek-V3); the
-///    `topk_groups` first groups stay, by the same order, and experts of the others are not chosen.
+/// 4. Groups, where the family has them: a group is worth its first value in that order (DeepSeek-V2), or the sum of its first two
+///    (DeepSeek-V3); the `topk_groups` first groups stay, by the same order, and experts of the others are not chosen.
 /// 5. The first k experts, in that order.
-/// 6. Weights: the scores (never with the bias). Renormalised: s = w[0] + w[1] + .. in the order of the choice, DeepSeek-V3 adds 1e-20 to s; w[j] / s.
-///    Scaled by `scale`: always in DeepSeek-V3, in DeepSeek-V2 only when not renormalised. Rounded to `weight_dtype`.
+/// 6. Weights: the scores (never with the bias). Renormalised: `s = w[0] + w[1] + ..` in the order of the choice, DeepSeek-V3 adds 1e-20 to s;
+///    `w[j] / s`. Scaled by `scale`: always in DeepSeek-V3, in DeepSeek-V2 only when not renormalised. Rounded to `weight_dtype`.
 pub fn route(config: &RouterConfig, logits: &[f32], bias: Option<&[f32]>) -> (Vec<i32>, Vec<f32>) {
     let (mut ids, mut weights) = (Vec::new(), Vec::new());
     for row in logits.chunks_exact(config.num_experts) {

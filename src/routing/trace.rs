@@ -243,9 +243,7 @@ impl<'a> Rows<'a> {
             row_weights[j] = if row_ids[j] < 0 { 0.0 } else { weight };
         }
         self.layers.insert(layer);
-        // Without a choice the first layer is taken, until a second one shows that a choice is needed.
-        let wanted = self.options.layer.map_or(self.layers.len() == 1, |wanted| wanted == layer);
-        if wanted {
+        if self.options.layer.is_none_or(|wanted| wanted == layer) {
             self.push(row_ids, row_weights);
         }
         Ok(())

@@ -97,6 +97,7 @@ fn every_message() -> Result<(), Failed> {
         (&ids("0,9223372036854775808"), "topk_ids[1] is 9223372036854775808, expected an integer"),
         (&ids("65536,0"), "topk_ids[0] is 65536, expected less than 65536"),
         (&ids("5,5"), "topk_ids[1] is 5, which the row has already"),
+        (&ids("0,0"), "topk_ids[1] is 0, which the row has already"),
         (&weights("1,\"1\""), "topk_weights[1] is \"1\", expected a number that f32 holds"),
         (&weights("1e39,1"), "topk_weights[0] is 1e+39, expected a number that f32 holds"),
         (&weights("1e999,1"), "not a JSON object: number out of range at column 64"),

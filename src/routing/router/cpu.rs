@@ -177,10 +177,11 @@ fn softmax(columns: &mut [Lanes<f32>]) {
 /// Marks what was chosen or may not be: below the key of every number.
 const TAKEN: i32 = i32::MIN;
 
-/// An integer that orders as the specification orders values: ascending with the value, the two zeros equal, every NaN the same and highest.
+/// An integer that orders as the specification orders values: ascending, every NaN the same and highest. -0 would come before +0, but does not
+/// occur: scores are +0 or more, and a sum is -0 only when both terms are.
 #[inline(always)]
 fn key_of(x: f32) -> i32 {
-    let bits = (x + 0.0).to_bits() as i32; // -0 + 0 is +0
+    let bits = x.to_bits() as i32;
     let ordered = bits ^ ((bits >> 31) as u32 >> 1) as i32;
     if x.is_nan() { i32::MAX } else { ordered }
 }
