@@ -9,6 +9,7 @@ use crate::cpu::Level;
 pub mod cast;
 pub mod combine;
 pub mod dispatch;
+pub mod ep;
 pub mod gate;
 pub mod guarded;
 pub mod layer;

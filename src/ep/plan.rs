@@ -317,7 +317,7 @@ fn check_combine(c: &Config) -> Result<()> {
     if c.reduce == Reduce::AtRankF32 && c.wire != Wire::AsIs {
         return Err(Error::invalid(OP, "wire", format!("{:?} with AtRankF32", c.wire), "AsIs: the partial sum travels as f32"));
     }
-    let row = row_size("combine_dtype", c.hidden, c.combine_dtype)?;
+    let row = row_size("hidden", c.hidden, c.combine_dtype)?;
     if !row.is_multiple_of(ROW_ALIGN) {
         let got = format!("{} ({row} bytes of {})", c.hidden, c.combine_dtype);
         return Err(Error::invalid(OP, "hidden", got, "a row of y of a multiple of 16 bytes"));

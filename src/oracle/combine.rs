@@ -7,21 +7,26 @@ use crate::tensor::DType;
 
 /// Every rank's sums `[T, H]` of the combine type.
 ///
-/// `y`: for each receiving rank its rows `[rows, H]` by slot. `add_to`: for each source rank `[T, H]`, or nothing.
-pub fn combine(config: &Config, dispatched: &Dispatched, y: &[Vec<u8>], add_to: &[Option<Vec<u8>>]) -> Vec<Vec<u8>> {
+/// `y`: for each receiving rank its rows `[rows, H]` by slot. `add_to`: for each source rank `[T, H]` of a type, or nothing.
+pub fn combine(config: &Config, dispatched: &Dispatched, y: &[Vec<u8>], add_to: &[Option<(DType, Vec<u8>)>]) -> Vec<Vec<u8>> {
     let row_bytes = config.hidden * config.combine_dtype.size();
     let mut all = Vec::new();
     for (source, tokens) in dispatched.routes.iter().enumerate() {
         let mut out = Vec::new();
         for (token, routes) in tokens.iter().enumerate() {
-            let add_to = add_to[source].as_ref().map(|a| &a[token * row_bytes..][..row_bytes]);
+            let add_to = add_to[source].as_ref().map(|(dtype, bytes)| {
+                let row_bytes = config.hidden * dtype.size();
+                (*dtype, &bytes[token * row_bytes..][..row_bytes])
+            });
             match (sum(config, routes, y), add_to) {
                 (None, None) => out.extend(std::iter::repeat_n(0, row_bytes)),
-                (None, Some(add_to)) => out.extend(add_to),
+                (None, Some((dtype, add_to))) if dtype == config.combine_dtype => out.extend(add_to),
+                (None, Some((dtype, add_to))) => {
+                    float::values(dtype, add_to).iter().for_each(|&a| float::push(config.combine_dtype, a, &mut out));
+                }
                 (Some(sum), None) => sum.iter().for_each(|&v| float::push(config.combine_dtype, v, &mut out)),
-                (Some(sum), Some(add_to)) => {
-                    let add_to = float::values(config.combine_dtype, add_to);
-                    for (&v, a) in sum.iter().zip(add_to) {
+                (Some(sum), Some((dtype, add_to))) => {
+                    for (&v, a) in sum.iter().zip(float::values(dtype, add_to)) {
                         float::push(config.combine_dtype, v + a, &mut out);
                     }
                 }

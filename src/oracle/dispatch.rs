@@ -79,7 +79,7 @@ impl Arrived {
         let mut start = vec![0];
         for slots in &self.slots_of_expert {
             idx.extend(slots.iter().map(|&s| s as i32));
-            while idx.len() % align != 0 {
+            while !idx.len().is_multiple_of(align) {
                 idx.push(-1);
             }
             start.push(idx.len() as u32);
@@ -100,7 +100,7 @@ pub struct Dispatched {
 }
 
 /// The owner of every expert.
-pub fn owners(config: &Config, world: usize) -> Vec<usize> {
+fn owners(config: &Config, world: usize) -> Vec<usize> {
     match &config.expert_map {
         Some(map) => map.iter().map(|rank| rank.index()).collect(),
         None => (0..config.num_experts).map(|e| e * world / config.num_experts).collect(),
@@ -113,7 +113,7 @@ fn experts_of(owners: &[usize], rank: usize) -> Vec<usize> {
 }
 
 /// The expert of each route of one token; `None` where masked.
-pub fn unmasked(config: &Config, topk_idx: &[i64]) -> Vec<Option<usize>> {
+fn unmasked(config: &Config, topk_idx: &[i64]) -> Vec<Option<usize>> {
     let mut experts: Vec<Option<usize>> = Vec::new();
     for &id in topk_idx {
         let expert = if id >= 0 && id < config.num_experts as i64 { Some(id as usize) } else { None };
@@ -133,11 +133,14 @@ struct Candidate {
 /// Every rank's arrival.
 ///
 /// # Errors
-/// What every rank needs and has, when some rank has not enough.
+/// What every rank needs and has, when some rank has not enough; of too many tokens, only the ranks that have them.
 pub fn dispatch(config: &Config, world: usize, inputs: &[Tokens]) -> Result<Dispatched, Vec<Demand>> {
     let owners = owners(config, world);
     if inputs.iter().any(|t| t.num_tokens > config.max_tokens) {
-        return Err(demands(Limit::Tokens, config.max_tokens, inputs.iter().map(|t| t.num_tokens)));
+        // Only of these ranks do the others learn how many tokens they have.
+        let mut over = demands(Limit::Tokens, config.max_tokens, inputs.iter().map(|t| t.num_tokens));
+        over.retain(|d| d.demand > d.capacity);
+        return Err(over);
     }
     let mut routes = routes(config, &owners, inputs);
     let segments: Vec<Vec<Vec<Candidate>>> = (0..world).map(|rank| segments(config, &owners, rank, &routes)).collect();
@@ -283,7 +286,7 @@ fn arrive(
             Layout::ByToken => {}
             Layout::ByExpert { segment_align } => {
                 let padding = padding_row(config);
-                while arrived.rows.len() % segment_align != 0 {
+                while !arrived.rows.len().is_multiple_of(segment_align) {
                     arrived.rows.push(Some(padding.clone()));
                 }
                 arrived.segment_start.push(arrived.rows.len() as u32);
@@ -412,10 +415,7 @@ mod tests {
         assert_eq!((d.ranks[0].num_dropped, d.num_dropped, d.routes[1][0][0].unwrap().slot), (1, vec![0, 1], None));
         let tokens = Config { max_tokens: 2, ..config };
         let demand = dispatch(&tokens, 2, &inputs).unwrap_err();
-        assert_eq!(
-            demand.iter().map(|d| (d.limit, d.demand, d.capacity)).collect::<Vec<_>>(),
-            [(Limit::Tokens, 3, 2), (Limit::Tokens, 2, 2)]
-        );
+        assert_eq!(demand.iter().map(|d| (d.limit, d.demand, d.capacity)).collect::<Vec<_>>(), [(Limit::Tokens, 3, 2)]);
     }
 
     #[test]

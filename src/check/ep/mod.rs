@@ -1,0 +1,31 @@
+//! What the checks of dispatch and combine share: inputs, scripts of calls that all ranks make alike, and the comparison with the oracle.
+#![forbid(unsafe_code)]
+
+mod arrival;
+mod buffer;
+pub mod cases;
+pub mod inputs;
+mod rank;
+pub mod script;
+
+pub use script::{Batch, Count, Phase, Report, Script, Step};
+
+use std::hash::{DefaultHasher, Hash, Hasher};
+
+use crate::backend::Backend;
+use crate::check::{Failed, variants};
+
+/// Runs every script, each on one variant of the backend, and returns how many there were. The variant follows from the script, so that
+/// neither a world nor a width always meets the same one.
+pub fn run_all(backend: &Backend, scripts: impl IntoIterator<Item = Script>) -> Result<usize, Failed> {
+    let variants = variants(backend)?;
+    let mut num_scripts = 0;
+    for script in scripts {
+        let mut hasher = DefaultHasher::new();
+        (&script.name, &script.config).hash(&mut hasher);
+        let (_, variant) = &variants[hasher.finish() as usize % variants.len()];
+        script.prepare()?.run(variant)?;
+        num_scripts += 1;
+    }
+    Ok(num_scripts)
+}

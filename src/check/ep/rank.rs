@@ -1,0 +1,401 @@
+//! One rank's walk through a script.
+
+use std::collections::{HashMap, VecDeque};
+use std::hash::{DefaultHasher, Hash, Hasher};
+use std::sync::Arc;
+
+use super::arrival::{check_arrival, check_rows};
+use super::buffer::Matrix;
+use super::script::{Batch, Count, Expected, Phase, Prepared, Step, Sums};
+use crate::check::Failed;
+use crate::ep::{Config, ExpertParallel, World};
+use crate::error::{Demand, Error, Result};
+use crate::ops::combine::{self, ExpertRows};
+use crate::ops::dispatch::{self, Arrival, NumTokens, Outputs, Payload, Routing};
+use crate::oracle::compare;
+use crate::oracle::dispatch::Dispatched;
+use crate::tensor::{DType, TensorView};
+
+/// Rows behind the last token of an input or output that may have such (arbitrary, above 1).
+const EXTRA_ROWS: usize = 2;
+
+/// What one rank saw.
+pub(super) struct RankReport {
+    /// What differs from the oracle.
+    pub(super) faults: Vec<String>,
+    pub(super) out: Vec<u8>,
+    pub(super) digest: u64,
+}
+
+/// What was in a bank's buffers before the dispatch that is compared now: the library starts with zeros.
+#[derive(Default)]
+pub(super) struct Before {
+    pub(super) x: Vec<u8>,
+    pub(super) column_scales: Vec<u8>,
+}
+
+struct Live {
+    arrival: Arrival,
+    routing: usize,
+    expected: Arc<Dispatched>,
+}
+
+enum Pending {
+    Dispatch { sent: Option<dispatch::Sent>, routing: usize, step: usize },
+    Replay { sent: dispatch::Sent, routing: usize, step: usize },
+    Combine { sent: combine::Sent, routing: usize, sums: Arc<Sums> },
+}
+
+struct Walk<'a> {
+    prepared: &'a Prepared,
+    rank: usize,
+    ep: ExpertParallel,
+    routings: Vec<Routing>,
+    arrivals: Vec<Option<Live>>,
+    pending: VecDeque<Pending>,
+    /// By the address of the bank's rows.
+    before: HashMap<usize, Before>,
+    statistics: Vec<u64>,
+    want_statistics: Vec<u64>,
+    out: Vec<u8>,
+    hasher: DefaultHasher,
+}
+
+/// Every step, as `world`'s rank. Differences do not stop the rank: its peers wait for it.
+pub(super) fn run_rank(prepared: &Prepared, world: &World) -> Result<RankReport> {
+    let script = &prepared.script;
+    let ep = ExpertParallel::new(world, script.config.clone())?;
+    let num_routings = script.steps.iter().map(|step| match step {
+        Step::Dispatch { routing, .. } => routing + 1,
+        _ => 0,
+    });
+    let num_local = ep.plan().placement.num_local(world.rank());
+    let mut walk = Walk {
+        prepared,
+        rank: world.rank().index(),
+        routings: (0..num_routings.max().unwrap_or(0)).map(|_| Routing::new(&ep)).collect(),
+        ep,
+        arrivals: Vec::new(),
+        pending: VecDeque::new(),
+        before: HashMap::new(),
+        statistics: vec![7; num_local], // 7: arbitrary, statistics run on from any value
+        want_statistics: vec![7; num_local],
+        out: Vec::new(),
+        hasher: DefaultHasher::new(),
+    };
+    let mut faults = Vec::new();
+    for (s, step) in script.steps.iter().enumerate() {
+        let mut step_faults = Vec::new();
+        walk.step(s, step, &mut step_faults)?;
+        faults.extend(step_faults.into_iter().map(|Failed(text)| format!("rank {}, step {s} ({step:?}): {text}", walk.rank)));
+    }
+    if walk.statistics != walk.want_statistics {
+        faults.push(format!("rank {}: statistics are {:?}, expected {:?}", walk.rank, walk.statistics, walk.want_statistics));
+    }
+    Ok(RankReport { faults, out: walk.out, digest: walk.hasher.finish() })
+}
+
+impl Walk<'_> {
+    fn config(&self) -> &Config {
+        &self.prepared.script.config
+    }
+
+    fn step(&mut self, s: usize, step: &Step, faults: &mut Vec<Failed>) -> Result<()> {
+        match *step {
+            Step::Dispatch { batch, routing, phase } => self.dispatch(s, &self.prepared.script.batches[batch], routing, phase, faults),
+            Step::Replay { batch, routing, phase } => {
+                let tensors = Inputs::new(self.config(), &self.prepared.script.batches[batch], self.rank);
+                let payload = Payload { x: tensors.x.view()?, scales: tensors.scales.as_ref().map(Matrix::view).transpose()? };
+                if phase == Phase::Send {
+                    let sent = self.ep.replay_send(&self.routings[routing], &payload)?;
+                    self.pending.push_back(Pending::Replay { sent, routing, step: s });
+                    return Ok(());
+                }
+                let arrival = self.ep.replay(&self.routings[routing], &payload)?;
+                self.received(s, routing, arrival, faults)
+            }
+            Step::Receive => self.receive(faults),
+            Step::Combine { arrival, in_place, phase, .. } => self.combine(s, arrival, in_place, phase, faults),
+            Step::Drop { arrival } => {
+                if let Some(live) = self.arrivals[arrival].take() {
+                    check_rows(&live.arrival, &live.expected.ranks[self.rank], faults);
+                }
+                Ok(())
+            }
+        }
+    }
+
+    fn dispatch(&mut self, s: usize, batch: &Batch, routing: usize, phase: Phase, faults: &mut Vec<Failed>) -> Result<()> {
+        let tensors = Inputs::new(self.config(), batch, self.rank);
+        let input = tensors.dispatch_input()?;
+        if phase == Phase::Send {
+            let sent = self.ep.dispatch_send(&mut self.routings[routing], &input);
+            let sent = self.expect_capacity(s, sent, faults)?;
+            self.pending.push_back(Pending::Dispatch { sent, routing, step: s });
+            return Ok(());
+        }
+        let mut counts = Counts::new(self.statistics.len(), s);
+        let arrival = self.ep.dispatch(&mut self.routings[routing], &input, counts.outputs(&mut self.statistics));
+        self.dispatched(s, routing, arrival, &counts, faults)
+    }
+
+    /// The error that every rank must get, or what was made.
+    fn expect_capacity<T>(&self, s: usize, got: Result<T>, faults: &mut Vec<Failed>) -> Result<Option<T>> {
+        let Expected::Arrival(expected) = &self.prepared.expected[s] else { unreachable!("a dispatch has an outcome") };
+        match (got, expected) {
+            (Err(Error::Capacity { demands, .. }), Err(want)) => {
+                if demands != *want {
+                    faults.push(Failed(format!("demands are {}, expected {}", show(&demands), show(want))));
+                }
+                Ok(None)
+            }
+            (Err(Error::Capacity { demands, .. }), Ok(_)) => {
+                faults.push(Failed(format!("capacity error {}, expected an arrival", show(&demands))));
+                Ok(None)
+            }
+            (Err(error), _) => Err(error),
+            (Ok(made), _) => Ok(Some(made)),
+        }
+    }
+
+    fn dispatched(&mut self, s: usize, routing: usize, arrival: Result<Arrival>, counts: &Counts, faults: &mut Vec<Failed>) -> Result<()> {
+        let arrival = self.expect_capacity(s, arrival, faults)?;
+        let Expected::Arrival(expected) = &self.prepared.expected[s] else { unreachable!("a dispatch has an outcome") };
+        match (arrival, expected) {
+            (Some(arrival), Ok(expected)) => {
+                let arrived = &expected.ranks[self.rank];
+                counts.check(Some(&arrived.num_rows_per_expert), faults);
+                if counts.with {
+                    self.want_statistics.iter_mut().zip(&arrived.num_rows_per_expert).for_each(|(w, &n)| *w += n as u64);
+                }
+                let kept = &self.routings[routing];
+                let (got, want) = (kept.num_dropped(), expected.num_dropped[self.rank]);
+                if got != want {
+                    faults.push(Failed(format!("routing.num_dropped is {got}, expected {want}")));
+                }
+                let (got, want) = (kept.num_tokens(), expected.routes[self.rank].len());
+                if got != want {
+                    faults.push(Failed(format!("routing.num_tokens is {got}, expected {want}")));
+                }
+                self.received(s, routing, arrival, faults)
+            }
+            (Some(_), Err(want)) => {
+                faults.push(Failed(format!("an arrival, expected a capacity error {}", show(want))));
+                Ok(())
+            }
+            (None, _) => {
+                counts.check(None, faults);
+                Ok(())
+            }
+        }
+    }
+
+    fn received(&mut self, s: usize, routing: usize, arrival: Arrival, faults: &mut Vec<Failed>) -> Result<()> {
+        let Expected::Arrival(Ok(expected)) = &self.prepared.expected[s] else { unreachable!("the oracle gave an arrival") };
+        let mut live = Live { arrival, routing, expected: expected.clone() };
+        let bank = live.arrival.x().host("check", "x")?.as_ptr().addr();
+        let before = self.before.entry(bank).or_default();
+        check_arrival(&self.ep, self.rank, &mut live.arrival, &live.expected.ranks[self.rank], before, &mut self.hasher, faults);
+        self.arrivals.push(Some(live));
+        Ok(())
+    }
+
+    fn receive(&mut self, faults: &mut Vec<Failed>) -> Result<()> {
+        match self.pending.pop_front().expect("the script has a first phase") {
+            Pending::Dispatch { sent: None, .. } => Ok(()),
+            Pending::Dispatch { sent: Some(sent), routing, step } => {
+                let mut counts = Counts::new(self.statistics.len(), step);
+                let arrival = self.ep.dispatch_receive(&mut self.routings[routing], sent, counts.outputs(&mut self.statistics));
+                self.dispatched(step, routing, arrival.map_err(Error::from), &counts, faults)
+            }
+            Pending::Replay { sent, routing, step } => {
+                let arrival = self.ep.replay_receive(&self.routings[routing], sent)?;
+                self.received(step, routing, arrival, faults)
+            }
+            Pending::Combine { sent, routing, sums } => {
+                let mut output = Output::new(self.config(), &sums, self.rank);
+                self.ep.combine_receive(&self.routings[routing], sent, output.tensors()?)?;
+                output.check(&sums, self.rank, &mut self.out, &mut self.hasher, faults);
+                Ok(())
+            }
+        }
+    }
+
+    fn combine(&mut self, s: usize, arrival: usize, in_place: bool, phase: Phase, faults: &mut Vec<Failed>) -> Result<()> {
+        // Missing only after a difference that was noted.
+        let Some(mut live) = self.arrivals.get_mut(arrival).and_then(Option::take) else { return Ok(()) };
+        let Expected::Sums(sums) = &self.prepared.expected[s] else { unreachable!("a combine has sums") };
+        check_rows(&live.arrival, &live.expected.ranks[self.rank], faults);
+        let config = &self.prepared.script.config;
+        let (rows, y) = (live.expected.ranks[self.rank].rows.len(), &sums.y[self.rank]);
+        let padded = s % 2 == 1;
+        let staged = Matrix::filled(config.combine_dtype, rows + if padded { EXTRA_ROWS } else { 0 }, config.hidden, padded, 16, y);
+        let y = if in_place {
+            write_in_place(&mut live.arrival, config, y)?;
+            ExpertRows::InPlace
+        } else {
+            ExpertRows::Staged(staged.view()?)
+        };
+        let row_k = if config.layout.is_by_expert() { 1 } else { config.k };
+        let weights = sums.row_weights.as_ref().map(|w| &w[self.rank]);
+        let weights = weights.map(|w| Matrix::filled(DType::F32, rows, row_k, padded, 4, bytemuck::cast_slice(w)));
+        let input = combine::Input { y, row_weights: weights.as_ref().map(Matrix::view).transpose()? };
+        let routing = &self.routings[live.routing];
+        if phase == Phase::Send {
+            let sent = self.ep.combine_send(routing, live.arrival, &input)?;
+            self.pending.push_back(Pending::Combine { sent, routing: live.routing, sums: sums.clone() });
+            return Ok(());
+        }
+        let mut output = Output::new(config, sums, self.rank);
+        self.ep.combine(routing, live.arrival, &input, output.tensors()?)?;
+        output.check(sums, self.rank, &mut self.out, &mut self.hasher, faults);
+        Ok(())
+    }
+}
+
+fn show(demands: &[Demand]) -> String {
+    demands.iter().map(Demand::to_string).collect::<Vec<_>>().join("; ")
+}
+
+/// Writes the experts' rows into the bank.
+fn write_in_place(arrival: &mut Arrival, config: &Config, y: &[u8]) -> Result<()> {
+    let mut view = arrival.expert_output();
+    let stride_bytes = view.strides()[0] * config.combine_dtype.size();
+    let row_bytes = config.hidden * config.combine_dtype.size();
+    let bytes = view.host_mut("check", "expert_output")?;
+    for (r, row) in y.chunks_exact(row_bytes).enumerate() {
+        bytes[r * stride_bytes..][..row_bytes].copy_from_slice(row);
+    }
+    Ok(())
+}
+
+/// One rank's tensors of a batch.
+struct Inputs {
+    x: Matrix,
+    topk_idx: Matrix,
+    topk_weights: Option<Matrix>,
+    scales: Option<Matrix>,
+    count: Count,
+    num_tokens: usize,
+    device_count: [u32; 1],
+}
+
+impl Inputs {
+    fn new(config: &Config, batch: &Batch, rank: usize) -> Self {
+        let Batch { ranks, ids, count, padded, .. } = batch;
+        let tokens = &ranks[rank];
+        let extra = if *count == Count::All { 0 } else { EXTRA_ROWS };
+        let rows = tokens.num_tokens + extra;
+        // Routes behind the last token are valid, so that reading them changes counts.
+        let topk_idx: Vec<i64> = tokens.topk_idx.iter().copied().chain(std::iter::repeat_n(0, extra * config.k)).collect();
+        let id_bytes: Vec<u8> = match ids {
+            DType::I32 => topk_idx.iter().flat_map(|&id| i32::try_from(id).expect("an id of 32 bits").to_le_bytes()).collect(),
+            _ => topk_idx.iter().flat_map(|id| id.to_le_bytes()).collect(),
+        };
+        let matrix = |dtype, cols, gap_bytes, bytes: &[u8]| Matrix::filled(dtype, rows, cols, *padded, gap_bytes, bytes);
+        Inputs {
+            x: matrix(config.dtype, config.hidden, 16, &tokens.x),
+            topk_idx: matrix(*ids, config.k, 8, &id_bytes),
+            topk_weights: tokens.topk_weights.as_ref().map(|w| matrix(DType::F32, config.k, 12, bytemuck::cast_slice(w))),
+            scales: (config.scale_bytes > 0).then(|| matrix(DType::Bytes, config.scale_bytes, 3, &tokens.scales)),
+            count: *count,
+            num_tokens: tokens.num_tokens,
+            device_count: [tokens.num_tokens as u32],
+        }
+    }
+
+    fn dispatch_input(&self) -> Result<dispatch::Input<'_>> {
+        Ok(dispatch::Input {
+            x: self.x.view()?,
+            topk_idx: self.topk_idx.view()?,
+            topk_weights: self.topk_weights.as_ref().map(Matrix::view).transpose()?,
+            scales: self.scales.as_ref().map(Matrix::view).transpose()?,
+            num_tokens: match self.count {
+                Count::All => NumTokens::All,
+                Count::Host => NumTokens::Host(self.num_tokens),
+                Count::Device => NumTokens::Device(TensorView::from_slice(&self.device_count, &[1])?),
+            },
+        })
+    }
+}
+
+/// What a dispatch reports beside the arrival; asked for in every second step.
+struct Counts {
+    host: Vec<u32>,
+    with: bool,
+}
+
+impl Counts {
+    fn new(num_local: usize, step: usize) -> Self {
+        Counts { host: vec![u32::MAX; num_local], with: step.is_multiple_of(2) }
+    }
+
+    fn outputs<'a>(&'a mut self, statistics: &'a mut [u64]) -> Outputs<'a> {
+        match self.with {
+            true => Outputs { expert_statistics: Some(statistics), counts_host: Some(&mut self.host) },
+            false => Outputs::default(),
+        }
+    }
+
+    /// `None`: the call failed, so nothing was written.
+    fn check(&self, want: Option<&[u32]>, faults: &mut Vec<Failed>) {
+        let untouched = vec![u32::MAX; self.host.len()];
+        let want = want.filter(|_| self.with).unwrap_or(&untouched);
+        if self.host != want {
+            faults.push(Failed(format!("counts_host is {:?}, expected {want:?}", self.host)));
+        }
+    }
+}
+
+/// One rank's outputs of a combine, poisoned.
+struct Output {
+    out: Matrix,
+    add_to: Option<Matrix>,
+    topk_weights: Option<Matrix>,
+    num_tokens: usize,
+    k: usize,
+    hidden: usize,
+    dtype: DType,
+}
+
+impl Output {
+    fn new(config: &Config, sums: &Sums, rank: usize) -> Self {
+        let (dtype, hidden, k) = (config.combine_dtype, config.hidden, config.k);
+        let num_tokens = sums.out[rank].len() / (hidden * dtype.size());
+        let padded = num_tokens % 2 == 1;
+        let rows = num_tokens + if padded { EXTRA_ROWS } else { 0 };
+        Output {
+            out: Matrix::poisoned(dtype, rows, hidden, padded, 16),
+            add_to: sums.add_to[rank].as_ref().map(|(add_dtype, bytes)| Matrix::filled(*add_dtype, rows, hidden, padded, 32, bytes)),
+            topk_weights: sums.folded.as_ref().map(|_| Matrix::poisoned(DType::F32, rows, k, padded, 4)),
+            num_tokens,
+            k,
+            hidden,
+            dtype,
+        }
+    }
+
+    fn tensors(&mut self) -> Result<combine::Output<'_>> {
+        Ok(combine::Output {
+            out: self.out.view_mut()?,
+            add_to: self.add_to.as_ref().map(Matrix::view).transpose()?,
+            topk_weights: self.topk_weights.as_mut().map(Matrix::view_mut).transpose()?,
+        })
+    }
+
+    fn check(&self, sums: &Sums, rank: usize, out: &mut Vec<u8>, hasher: &mut DefaultHasher, faults: &mut Vec<Failed>) {
+        let mut note = |result: Result<(), Failed>| faults.extend(result.err());
+        let got = self.out.contiguous(self.num_tokens);
+        note(compare::equal("out", self.dtype, &[self.num_tokens, self.hidden], &got, &sums.out[rank]).map_err(Failed::from));
+        note(self.out.check("out", self.num_tokens));
+        got.hash(hasher);
+        out.extend(got);
+        if let (Some(folded), Some(want)) = (&self.topk_weights, &sums.folded) {
+            let got = folded.contiguous(self.num_tokens);
+            let want = bytemuck::cast_slice(&want[rank]);
+            note(compare::equal("topk_weights", DType::F32, &[self.num_tokens, self.k], &got, want).map_err(Failed::from));
+            note(folded.check("topk_weights", self.num_tokens));
+            got.hash(hasher);
+        }
+    }
+}
