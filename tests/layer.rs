@@ -301,13 +301,17 @@ fn verifier() -> Result<(), Failed> {
     let (ids, weights) = ([5, 2], [0.75, 0.25]);
     let good = verifier.oracle(moe_kernels::oracle::layer::Sums::Blocks, &x, &[(5, 0.75), (2, 0.25)])?;
     let found = verifier.token(&x, &ids, &weights, &good)?;
-    ensure(found.error <= found.bound, || format!("{found:?}"))?;
-    let exact = verifier.token(&x, &ids, &weights, &good)?.is_equal;
+    // x86-64 without fused multiply-add is near, but not equal.
+    #[cfg(target_arch = "x86_64")]
+    let is_near = if is_x86_feature_detected!("fma") { found.is_right() } else { found.error <= found.bound };
+    #[cfg(not(target_arch = "x86_64"))]
+    let is_near = found.is_right();
+    ensure(is_near, || format!("{found:?}"))?;
     for i in [0, 77, 127] {
         let mut bad = good.clone();
         bad[i] ^= 1;
         let found = verifier.token(&x, &ids, &weights, &bad)?;
-        ensure(!(exact && found.is_equal) && !found.is_right(), || format!("byte {i} was changed: {found:?}"))?;
+        ensure(!found.is_right(), || format!("byte {i} was changed: {found:?}"))?;
     }
     // A lost expert is far from the f64 oracle too.
     let lost = verifier.oracle(moe_kernels::oracle::layer::Sums::Blocks, &x, &[(5, 0.75)])?;
