@@ -2,7 +2,8 @@
 //!
 //! Payload lives in cells that the checker watches: a read or write that the words do not order is an error, whatever the values.
 
-use std::sync::Arc;
+use std::cell::Cell;
+use std::sync::{Arc, Once};
 
 use libtest_mimic::{Failed, Trial};
 use loom::cell::UnsafeCell;
@@ -217,7 +218,23 @@ fn without_credit() {
     });
 }
 
+thread_local! {
+    /// This thread's panics are expected: the hook prints nothing.
+    static IS_EXPECTED: Cell<bool> = const { Cell::new(false) };
+}
+
 fn must_fail(model: fn()) {
+    static QUIET_HOOK: Once = Once::new();
+    QUIET_HOOK.call_once(|| {
+        let print = std::panic::take_hook();
+        std::panic::set_hook(Box::new(move |info| {
+            if !IS_EXPECTED.get() {
+                print(info);
+            }
+        }));
+    });
+    IS_EXPECTED.set(true);
     let found = std::panic::catch_unwind(model).map_err(|p| message(&*p));
+    IS_EXPECTED.set(false);
     assert!(matches!(&found, Err(m) if m.contains("Causality violation")), "the checker found no race: {found:?}");
 }
