@@ -62,7 +62,7 @@ pub enum Error {
     Capacity {
         /// Operation that found it.
         op: &'static str,
-        /// Every rank's demand and capacity, ascending by rank.
+        /// Demand and capacity, ascending by rank: of every rank for rows; for tokens, of the ranks that have more than `max_tokens`.
         demands: Vec<Demand>,
     },
     /// Two ranks were configured differently.
