@@ -2,7 +2,9 @@
 
 pub mod convert;
 pub(crate) mod copy;
+pub(crate) mod elementwise;
 pub(crate) mod float;
+pub(crate) mod gemm;
 pub(crate) mod level;
 pub(crate) mod quantize;
 

@@ -1,2 +1,14 @@
 //! A whole MoE block: router, dispatch, experts, combine, shared expert.
-#![forbid(unsafe_code)]
+
+pub mod block;
+pub(crate) mod experts;
+pub mod memory;
+pub mod preset;
+pub mod verify;
+pub mod weights;
+
+pub use block::{Block, BlockConfig, Report, RouteSource, Stage};
+pub use memory::{Memory, available_bytes};
+pub use preset::{PRESETS, Preset, Shape};
+pub use verify::{TokenCheck, Verifier};
+pub use weights::{CommonWeights, ExpertWeights, Matrix, Mlp, tokens_from_seed};

@@ -58,7 +58,7 @@ pub fn fold(config: &Config, dispatched: &Dispatched, row_weights: &[Vec<f32>]) 
 }
 
 /// The f32 sum of a token's rows, not yet rounded; `None` when no row contributes.
-fn sum(config: &Config, routes: &[Option<Route>], y: &[Vec<u8>]) -> Option<Vec<f32>> {
+pub fn sum(config: &Config, routes: &[Option<Route>], y: &[Vec<u8>]) -> Option<Vec<f32>> {
     let mut kept: Vec<(Route, usize)> = routes.iter().flatten().filter_map(|route| route.slot.map(|slot| (*route, slot))).collect();
     kept.sort_by_key(|(route, _)| route.expert);
     let row = |rank: usize, slot: usize| {

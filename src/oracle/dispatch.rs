@@ -100,7 +100,7 @@ pub struct Dispatched {
 }
 
 /// The owner of every expert.
-fn owners(config: &Config, world: usize) -> Vec<usize> {
+pub fn owners(config: &Config, world: usize) -> Vec<usize> {
     match &config.expert_map {
         Some(map) => map.iter().map(|rank| rank.index()).collect(),
         None => (0..config.num_experts).map(|e| e * world / config.num_experts).collect(),

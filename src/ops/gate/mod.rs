@@ -1,1 +1,289 @@
-//! gate.
+//! The shared expert's gate: one number per token, from a dot product, and what it is multiplied with.
+//!
+//! | function | writes |
+//! |---|---|
+//! | [`gate`] | `g = sigmoid(x . w)` |
+//! | [`gate_mul`] | `g * s` |
+//! | [`gate_mul_add`] | `out + g * s` |
+//! | [`gate_append_topk`] | `g` and the shared expert's id behind the routed top-k |
+//! | [`sigmoid_mul`] | `sigmoid(g) * s` of a `g` that is already there |
+//!
+//! # What is computed, and where it is rounded
+//!
+//! For each token the steps are, all in f32:
+//!
+//! 1. `dot = x . w` in one order for every K, T, backend and thread count (it is written down in [`crate::oracle::gate`]).
+//! 2. `linear = dot + bias`, if there is a bias.
+//! 3. `logit = linear + addend[t]`, if there is an addend.
+//! 4. `sigmoid(logit)`, or `logit` itself with [`Activation::Linear`].
+//! 5. `g =` that `* scale` (a scale of 1 changes nothing).
+//! 6. the form's own arithmetic: `p = g * s`, then `out + p`.
+//!
+//! | step | [`Rounding::Fused`] | [`Rounding::Framework`] |
+//! |---|---|---|
+//! | 2 linear | f32 | rounded to the type of `x` (once, after the bias) |
+//! | 3 logit | f32 | rounded to the type of `x` |
+//! | 4 activation | f32 | rounded to the type of `x` |
+//! | 5 g | f32 | rounded to the type of `x`; where g itself is the result, to the type of that result |
+//! | 6 p | f32 | rounded to the type of `s` |
+//! | 6 out + p | f32 | f32 |
+//! | store | rounded once to the type of the result | rounded once to the type of the result |
+//!
+//! No step is contracted into a fused multiply-add except inside the dot product, where the order of the sum says so. Rounding is to nearest
+//! even. NaN propagates, a large negative logit gives 0, K = 0 gives a dot of +0 (and so a sigmoid of 0.5).
+//!
+//! # Types and shapes
+//!
+//! `x [T, K]` is f32, f16 or bf16, with any row stride (rows of a larger matrix, also overlapping or repeated ones). `w [K]` or `[1, K]` has the
+//! type of `x` or f32; so have `bias [1]` and `addend [T]` or `[T, 1]`. `s [T, N]` has the type of `x` or f32 and the result the type of `s`.
+//! Any T, K and N may be 0. The rows of a result must not overlap.
+
+mod check;
+mod cpu;
+mod dot;
+mod elementwise;
+mod vector;
+mod view;
+
+use crate::backend::Backend;
+use crate::error::Result;
+use crate::id::Expert;
+use crate::tensor::{TensorView, TensorViewMut};
+
+/// Where the results of single steps are rounded.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default, serde::Serialize, serde::Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Rounding {
+    /// f32 until the store: one rounding.
+    #[default]
+    Fused,
+    /// After each step, as a framework that runs each as an operation of its own in the type of the activations.
+    Framework,
+}
+
+/// What is applied to the logit.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default, serde::Serialize, serde::Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Activation {
+    /// `1 / (1 + exp(-logit))`.
+    #[default]
+    Sigmoid,
+    /// Nothing: any linear layer with one output.
+    Linear,
+}
+
+/// What may vary beside the tensors.
+///
+/// ```
+/// use moe_kernels::ops::gate::{Activation, GateOptions};
+/// let plain_linear = GateOptions { activation: Activation::Linear, ..GateOptions::default() };
+/// assert_eq!(plain_linear.scale, 1.0);
+/// ```
+#[derive(Debug, Clone, Copy)]
+pub struct GateOptions<'a> {
+    /// What is applied to the logit.
+    pub activation: Activation,
+    /// Where the results of single steps are rounded.
+    pub rounding: Rounding,
+    /// Added to each dot product: `[1]`, type of `x` or f32.
+    pub bias: Option<TensorView<'a>>,
+    /// Added to each token's logit: `[T]` or `[T, 1]`, type of `x` or f32.
+    pub addend: Option<TensorView<'a>>,
+    /// Multiplies the gate after the activation. Finite.
+    pub scale: f32,
+}
+
+impl Default for GateOptions<'_> {
+    fn default() -> Self {
+        GateOptions { activation: Activation::Sigmoid, rounding: Rounding::Fused, bias: None, addend: None, scale: 1.0 }
+    }
+}
+
+/// `out[t] = g[t]`.
+///
+/// `out` is `[T]` or `[T, 1]`, of the type of `x` or f32.
+///
+/// # Errors
+/// [`Error::Invalid`](crate::Error::Invalid) names the argument that has a wrong type, shape, stride or place, before anything is written.
+///
+/// ```
+/// use moe_kernels::ops::gate::{GateOptions, gate};
+/// use moe_kernels::{Backend, TensorView, TensorViewMut};
+///
+/// let x = [1.0f32, 2.0, 3.0, -1.0, -2.0, -3.0];
+/// let w = [0.5f32, 0.25, -0.5];
+/// let mut g = [0.0f32; 2];
+/// gate(
+///     &Backend::cpu(),
+///     TensorView::from_slice(&x, &[2, 3])?,
+///     TensorView::from_slice(&w, &[3])?,
+///     &GateOptions::default(),
+///     TensorViewMut::from_slice(&mut g, &[2])?,
+/// )?;
+/// assert_eq!(g, [0.37754068, 0.62245935]);
+/// # Ok::<(), moe_kernels::Error>(())
+/// ```
+pub fn gate(backend: &Backend, x: TensorView<'_>, w: TensorView<'_>, options: &GateOptions<'_>, mut out: TensorViewMut<'_>) -> Result<()> {
+    let Some((gates, out)) = check::gate(backend, x, w, options, &mut out)? else { return Ok(()) };
+    match backend {
+        Backend::Cpu(cpu) => cpu::gate(cpu, &gates, out),
+    }
+    Ok(())
+}
+
+/// `out[t, n] = g[t] * s[t, n]`: the shared expert's output, weighed, in one pass.
+///
+/// `s` is `[T, N]`, of the type of `x` or f32; `out` has its shape and type.
+///
+/// # Errors
+/// As [`gate`].
+///
+/// ```
+/// use half::bf16;
+/// use moe_kernels::ops::gate::{GateOptions, gate_mul};
+/// use moe_kernels::{Backend, TensorView, TensorViewMut};
+///
+/// let x = [bf16::ZERO; 4]; // a logit of 0: the gate is one half
+/// let w = [bf16::ONE; 4];
+/// let shared = [bf16::from_f32(3.0), bf16::from_f32(-8.0)];
+/// let mut out = [bf16::ZERO; 2];
+/// gate_mul(
+///     &Backend::cpu(),
+///     TensorView::from_slice(&x, &[1, 4])?,
+///     TensorView::from_slice(&w, &[4])?,
+///     TensorView::from_slice(&shared, &[1, 2])?,
+///     &GateOptions::default(),
+///     TensorViewMut::from_slice(&mut out, &[1, 2])?,
+/// )?;
+/// assert_eq!(out.map(bf16::to_f32), [1.5, -4.0]);
+/// # Ok::<(), moe_kernels::Error>(())
+/// ```
+pub fn gate_mul(
+    backend: &Backend,
+    x: TensorView<'_>,
+    w: TensorView<'_>,
+    s: TensorView<'_>,
+    options: &GateOptions<'_>,
+    mut out: TensorViewMut<'_>,
+) -> Result<()> {
+    let Some((gates, s, out)) = check::gate_mul("gate_mul", backend, x, w, s, options, &mut out)? else { return Ok(()) };
+    match backend {
+        Backend::Cpu(cpu) => cpu::gate_mul::<false>(cpu, &gates, s, out),
+    }
+    Ok(())
+}
+
+/// `out[t, n] = out[t, n] + g[t] * s[t, n]`: the shared expert's output, weighed and added to the routed experts' sum.
+///
+/// The product is rounded to f32 before it is added (no fused multiply-add), and the sum once to the type of `out`. Types and shapes are those
+/// of [`gate_mul`].
+///
+/// # Errors
+/// As [`gate`].
+///
+/// ```
+/// use moe_kernels::ops::gate::{GateOptions, gate_mul_add};
+/// use moe_kernels::{Backend, TensorView, TensorViewMut};
+///
+/// let (x, w, shared) = ([0.0f32; 4], [1.0f32; 4], [3.0f32, -8.0]);
+/// let mut out = [10.0f32, 20.0];
+/// gate_mul_add(
+///     &Backend::cpu(),
+///     TensorView::from_slice(&x, &[1, 4])?,
+///     TensorView::from_slice(&w, &[4])?,
+///     TensorView::from_slice(&shared, &[1, 2])?,
+///     &GateOptions::default(),
+///     TensorViewMut::from_slice(&mut out, &[1, 2])?,
+/// )?;
+/// assert_eq!(out, [11.5, 16.0]);
+/// # Ok::<(), moe_kernels::Error>(())
+/// ```
+pub fn gate_mul_add(
+    backend: &Backend,
+    x: TensorView<'_>,
+    w: TensorView<'_>,
+    s: TensorView<'_>,
+    options: &GateOptions<'_>,
+    mut out: TensorViewMut<'_>,
+) -> Result<()> {
+    let Some((gates, s, out)) = check::gate_mul("gate_mul_add", backend, x, w, s, options, &mut out)? else { return Ok(()) };
+    match backend {
+        Backend::Cpu(cpu) => cpu::gate_mul::<true>(cpu, &gates, s, out),
+    }
+    Ok(())
+}
+
+/// Writes the gate as a routing weight: `topk_idx[t, last] = shared_expert` and `topk_weights[t, last] = g[t]`.
+///
+/// `topk_idx` (i32 or i64) and `topk_weights` (f32) are `[T, top_k + 1]`; the columns before the last, the routed choice, stay as they are. So
+/// the shared expert is one more expert of a grouped GEMM.
+///
+/// # Errors
+/// As [`gate`]; an expert id that the type of `topk_idx` cannot hold names `shared_expert`.
+///
+/// ```
+/// use moe_kernels::ops::gate::{GateOptions, gate_append_topk};
+/// use moe_kernels::{Backend, Expert, TensorView, TensorViewMut};
+///
+/// let (x, w) = ([0.0f32; 4], [1.0f32; 4]);
+/// let (mut idx, mut weights) = ([7i32, 3, -1], [0.75f32, 0.25, 0.0]);
+/// gate_append_topk(
+///     &Backend::cpu(),
+///     TensorView::from_slice(&x, &[1, 4])?,
+///     TensorView::from_slice(&w, &[4])?,
+///     Expert(60),
+///     &GateOptions::default(),
+///     TensorViewMut::from_slice(&mut idx, &[1, 3])?,
+///     TensorViewMut::from_slice(&mut weights, &[1, 3])?,
+/// )?;
+/// assert_eq!((idx, weights), ([7, 3, 60], [0.75, 0.25, 0.5]));
+/// # Ok::<(), moe_kernels::Error>(())
+/// ```
+pub fn gate_append_topk(
+    backend: &Backend,
+    x: TensorView<'_>,
+    w: TensorView<'_>,
+    shared_expert: Expert,
+    options: &GateOptions<'_>,
+    mut topk_idx: TensorViewMut<'_>,
+    mut topk_weights: TensorViewMut<'_>,
+) -> Result<()> {
+    let checked = check::gate_append_topk(backend, x, w, shared_expert, options, &mut topk_idx, &mut topk_weights)?;
+    let Some((gates, idx, weights)) = checked else { return Ok(()) };
+    match backend {
+        Backend::Cpu(cpu) => cpu::gate_append_topk(cpu, &gates, shared_expert, idx, weights),
+    }
+    Ok(())
+}
+
+/// `out[t, n] = s[t, n] * sigmoid(g[t, 0])`, or `s[t, n] * sigmoid(g[t, n])` when `g` has as many columns as `s`.
+///
+/// `s [T, N]` is f32, f16 or bf16, `g [T, 1]` or `[T, N]` has its type or is f32, `out` has the shape and type of `s`. With
+/// [`Rounding::Framework`] the sigmoid is rounded to the type of `g`; the product is rounded once, to the type of `out`, in both.
+///
+/// # Errors
+/// As [`gate`].
+///
+/// ```
+/// use moe_kernels::ops::gate::{Rounding, sigmoid_mul};
+/// use moe_kernels::{Backend, TensorView, TensorViewMut};
+///
+/// let (s, g) = ([3.0f32, -8.0], [0.0f32]);
+/// let mut out = [0.0f32; 2];
+/// sigmoid_mul(
+///     &Backend::cpu(),
+///     TensorView::from_slice(&s, &[1, 2])?,
+///     TensorView::from_slice(&g, &[1, 1])?,
+///     Rounding::Fused,
+///     TensorViewMut::from_slice(&mut out, &[1, 2])?,
+/// )?;
+/// assert_eq!(out, [1.5, -4.0]);
+/// # Ok::<(), moe_kernels::Error>(())
+/// ```
+pub fn sigmoid_mul(backend: &Backend, s: TensorView<'_>, g: TensorView<'_>, rounding: Rounding, mut out: TensorViewMut<'_>) -> Result<()> {
+    let Some((s, g, out)) = check::sigmoid_mul(backend, s, g, &mut out)? else { return Ok(()) };
+    match backend {
+        Backend::Cpu(cpu) => cpu::sigmoid_mul(cpu, s, g, rounding, out),
+    }
+    Ok(())
+}
