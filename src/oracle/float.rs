@@ -61,28 +61,40 @@ pub fn narrow(dtype: DType, x: f32) -> u32 {
     }
     let sign = if x.is_sign_negative() { f.sign } else { 0 };
     let magnitude = (x as f64).abs();
-    // The exponent of the binade, not below that of the smallest normal number: subnormals share its step.
-    let mut exponent = 1 - f.bias;
-    while exponent < 128 && magnitude >= 2f64.powi(exponent + 1) {
-        exponent += 1;
-    }
-    let step = 2f64.powi(exponent - f.mantissa_bits);
+    // Not below the exponent of the smallest normal number: subnormals share its step.
+    let exponent = binade(magnitude).max(1 - f.bias);
+    let step = pow2(exponent - f.mantissa_bits);
     let rounded = (magnitude / step).round_ties_even() * step;
     let magnitude_bits = if rounded > f.largest { f.infinity.unwrap_or_else(|| bits_of(&f, f.largest)) } else { bits_of(&f, rounded) };
     if magnitude_bits == 0 && !f.negative_zero { 0 } else { sign | magnitude_bits }
 }
 
-/// The bits of a value that the format holds exactly.
-fn bits_of(f: &Format, value: f64) -> u32 {
-    let smallest_normal = 2f64.powi(1 - f.bias);
-    if value < smallest_normal {
-        return (value / 2f64.powi(1 - f.bias - f.mantissa_bits)) as u32;
-    }
-    let mut exponent = 1 - f.bias;
-    while value >= 2f64.powi(exponent + 1) {
+/// `2^e`, exactly. A double's exponent field is the quickest way to it: checks spend most of their time here.
+fn pow2(e: i32) -> f64 {
+    f64::from_bits(((e + 1023) as u64) << 52) // 1023, 52: spec (binary64)
+}
+
+/// The `e` of `2^e <= x < 2^(e + 1)`; far below every format for 0, 128 (above every finite f32) for infinity.
+fn binade(x: f64) -> i32 {
+    // log2 may be off by an ulp beside a power of two: it is where the search starts, not where it ends.
+    let mut exponent = (x.log2().floor() as i32).clamp(-200, 128); // -200: below the smallest f32, 2^-149
+    while exponent < 128 && x >= pow2(exponent + 1) {
         exponent += 1;
     }
-    let mantissa = (value / 2f64.powi(exponent) - 1.0) * 2f64.powi(f.mantissa_bits);
+    while exponent > -200 && x < pow2(exponent) {
+        exponent -= 1;
+    }
+    exponent
+}
+
+/// The bits of a value that the format holds exactly.
+fn bits_of(f: &Format, value: f64) -> u32 {
+    let smallest_normal = pow2(1 - f.bias);
+    if value < smallest_normal {
+        return (value / pow2(1 - f.bias - f.mantissa_bits)) as u32;
+    }
+    let exponent = binade(value);
+    let mantissa = (value / pow2(exponent) - 1.0) * pow2(f.mantissa_bits);
     ((exponent + f.bias) as u32) << f.mantissa_bits | mantissa as u32
 }
 
@@ -92,14 +104,14 @@ pub fn widen(dtype: DType, bits: u32) -> f32 {
         DType::F32 => return f32::from_bits(bits),
         DType::BF16 => return f32::from_bits(bits << 16),
         DType::E8M0 if bits == 0xFF => return f32::NAN,
-        DType::E8M0 => return 2f64.powi(bits as i32 - 127) as f32,
+        DType::E8M0 => return pow2(bits as i32 - 127) as f32,
         _ => {}
     }
     let f = format(dtype);
     let magnitude = bits & (f.sign - 1);
     let sign = if bits & f.sign != 0 { -1.0 } else { 1.0 };
     let exponent = (magnitude >> f.mantissa_bits) as i32;
-    let mantissa = (magnitude & ((1 << f.mantissa_bits) - 1)) as f64 / 2f64.powi(f.mantissa_bits);
+    let mantissa = (magnitude & ((1 << f.mantissa_bits) - 1)) as f64 / pow2(f.mantissa_bits);
     let is_nan = match dtype {
         DType::F16 => magnitude > 0x7C00,
         DType::E5M2 => magnitude > 0x7C,
@@ -112,9 +124,9 @@ pub fn widen(dtype: DType, bits: u32) -> f32 {
     } else if is_infinite {
         f64::INFINITY
     } else if exponent == 0 {
-        mantissa * 2f64.powi(1 - f.bias)
+        mantissa * pow2(1 - f.bias)
     } else {
-        (1.0 + mantissa) * 2f64.powi(exponent - f.bias)
+        (1.0 + mantissa) * pow2(exponent - f.bias)
     };
     (sign * value) as f32
 }
