@@ -3,7 +3,8 @@
 
 use std::fmt;
 
-use crate::backend::Backend;
+use crate::backend::{Backend, Cpu};
+use crate::cpu::Level;
 
 pub mod cast;
 pub mod combine;
@@ -56,6 +57,24 @@ impl Group {
 pub fn groups() -> Vec<Group> {
     let of_each_op = [router::groups, gate::groups, cast::groups, dispatch::groups, combine::groups, layer::groups];
     of_each_op.into_iter().flat_map(|groups| groups()).collect()
+}
+
+/// The ways to run on `backend` that must give the same bytes, named: on the CPU every instruction set, with 1 and 3 threads.
+///
+/// # Errors
+/// When threads cannot be started.
+pub fn variants(backend: &Backend) -> Result<Vec<(String, Backend)>, Failed> {
+    match backend {
+        Backend::Cpu(_) => {
+            let mut all = Vec::new();
+            for threads in [1, 3] {
+                let cpu = Cpu::with_threads(threads)?;
+                let at = |level: Level| (format!("cpu {}, {threads} threads", level.name()), Backend::Cpu(cpu.clone().at_level(level)));
+                all.extend(Level::available().into_iter().map(at));
+            }
+            Ok(all)
+        }
+    }
 }
 
 /// Fails with a formatted message unless the condition holds.
