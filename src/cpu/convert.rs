@@ -5,6 +5,7 @@
 
 use super::Level;
 use super::float;
+#[cfg(target_arch = "x86_64")]
 use super::level::Isa;
 use crate::tensor::DType;
 

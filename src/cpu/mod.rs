@@ -2,6 +2,6 @@
 
 pub mod convert;
 pub(crate) mod float;
-mod level;
+pub(crate) mod level;
 
 pub use level::Level;
