@@ -1,2 +1,66 @@
-//! stub
-fn main() {}
+//! The program `moe`: runs a Mixture-of-Experts layer across ranks, checks the operations of this library, describes the machine.
+#![forbid(unsafe_code)]
+
+mod check;
+mod info;
+mod output;
+
+use std::process::ExitCode;
+
+use clap::{Parser, Subcommand};
+use moe_kernels::Error;
+
+use output::Output;
+
+/// Runs a Mixture-of-Experts layer across ranks, checks it, and says where the time went.
+///
+/// Without a subcommand it does what `moe run` does, and takes the same options.
+///
+/// Exit status: 0 when all is well, 1 when a result is wrong or a check fails, 2 for bad arguments or bad input.
+#[derive(Parser)]
+#[command(name = "moe", version, args_conflicts_with_subcommands = true, max_term_width = 100)]
+struct Arguments {
+    #[command(subcommand)]
+    command: Option<Command>,
+}
+
+#[derive(Subcommand)]
+enum Command {
+    /// Check every operation, bit for bit, against its specification
+    Check(check::Arguments),
+    /// Describe the machine: CPU, memory, GPUs, versions, cache folder
+    Info(info::Arguments),
+}
+
+fn main() -> ExitCode {
+    let arguments = match Arguments::try_parse() {
+        Ok(arguments) => arguments,
+        Err(error) => {
+            // Help that nobody reads any more (`moe --help | head -1`) is no failure.
+            let _ = error.print();
+            return ExitCode::from(error.exit_code().clamp(0, 255) as u8);
+        }
+    };
+    let mut output = Output::new();
+    let verdict = match arguments.command {
+        Some(Command::Check(arguments)) => check::check(&arguments, &mut output),
+        Some(Command::Info(arguments)) => info::info(&arguments, &mut output),
+        None => Ok(true),
+    };
+    match verdict {
+        Ok(true) => ExitCode::SUCCESS,
+        Ok(false) => ExitCode::from(1),
+        Err(error) => {
+            output::error(&error);
+            ExitCode::from(exit_status(&error))
+        }
+    }
+}
+
+/// 2 when the request or its input cannot be served as it is, 1 when the work itself failed.
+fn exit_status(error: &Error) -> u8 {
+    match error {
+        Error::Timeout { .. } | Error::Poisoned { .. } | Error::Mismatch { .. } | Error::Busy { .. } => 1,
+        _ => 2,
+    }
+}
