@@ -4,6 +4,7 @@
 mod check;
 mod info;
 mod output;
+mod run;
 
 use std::process::ExitCode;
 
@@ -22,10 +23,14 @@ use output::Output;
 struct Arguments {
     #[command(subcommand)]
     command: Option<Command>,
+    #[command(flatten)]
+    run: run::Arguments,
 }
 
 #[derive(Subcommand)]
 enum Command {
+    /// Run a layer across ranks, check it, and say where the time went: what the program does without a subcommand
+    Run(Box<run::Arguments>),
     /// Check every operation, bit for bit, against its specification
     Check(check::Arguments),
     /// Describe the machine: CPU, memory, GPUs, versions, cache folder
@@ -45,7 +50,8 @@ fn main() -> ExitCode {
     let verdict = match arguments.command {
         Some(Command::Check(arguments)) => check::check(&arguments, &mut output),
         Some(Command::Info(arguments)) => info::info(&arguments, &mut output),
-        None => Ok(true),
+        Some(Command::Run(arguments)) => run::run(&arguments, &mut output),
+        None => run::run(&arguments.run, &mut output),
     };
     match verdict {
         Ok(true) => ExitCode::SUCCESS,
