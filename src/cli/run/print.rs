@@ -116,10 +116,11 @@ fn verdict(output: &mut Output, verdict: &Verdict, num_iterations: usize) -> Res
     for problem in &verdict.problems {
         output.line(format_args!("wrong: {problem}"))?;
     }
-    let Verdict { num_tokens, num_wrong_tokens, worst_error, bound, num_counts, .. } = verdict;
+    let Verdict { num_tokens, num_wrong_tokens, worst_error, bound, num_counts, digest, .. } = verdict;
     output.line(format_args!(
         "checked: {num_tokens} tokens ({num_wrong_tokens} wrong; nearest to its bound: error {worst_error:.2e} of {bound:.2e}), {num_counts} row counts, equal bytes in {} iterations",
         num_iterations + 1
     ))?;
+    output.line(format_args!("digest of all results: {digest}"))?;
     output.line(if verdict.is_right { "verdict: right" } else { "verdict: WRONG" })
 }

@@ -5,7 +5,7 @@ use std::fs::File;
 use std::io::{BufRead, BufReader, Read};
 use std::path::Path;
 
-use moe_kernels::layer::{PRESETS, Preset};
+use moe_kernels::layer::{PRESETS, Preset, TINY};
 use moe_kernels::measure::report::count;
 use moe_kernels::routing::synthetic::Synthetic;
 use moe_kernels::routing::trace::{MAX_LINE_BYTES, Options, WARMUP_ROWS};
@@ -161,14 +161,15 @@ pub fn share(num_tokens: usize, ranks: usize, rank: usize) -> std::ops::Range<us
 fn read(arguments: &Arguments, path: &Path, preset: &Preset) -> Result<Trace> {
     let router = preset.shape.router;
     let options = Options { num_experts: Some(router.num_experts), layer: arguments.trace_layer, keep_warmup: arguments.keep_warmup };
+    let of_any_model = || Trace::read(path, &Options { num_experts: None, ..options });
     match Trace::read(path, &options) {
         Ok(trace) if trace.routes.num_tokens > 0 && trace.routes.k != router.k => {
             let got = format!("{} experts a token", trace.routes.k);
-            let want = format!("{}, as {} has; {}", router.k, preset.name, others(&trace));
+            let want = format!("{}, as {} has; {}", router.k, preset.name, others(&of_any_model()?));
             Err(invalid(&format!("{}: topk_ids", path.display()), got, want))
         }
         // Sound for more experts than this model has: then the model is what does not fit.
-        Err(Error::Format { path, line, why }) => match Trace::read(&path, &Options { num_experts: None, ..options }) {
+        Err(Error::Format { path, line, why }) => match of_any_model() {
             Ok(trace) => {
                 let why = format!("{why}, as {} has ({} a token); {}", preset.name, router.k, others(&trace));
                 Err(Error::Format { path, line, why })
@@ -185,7 +186,7 @@ fn others(trace: &Trace) -> String {
     let fits = |preset: &&Preset| preset.shape.router.k == k && preset.shape.router.num_experts >= trace.num_experts;
     let nearest = PRESETS.iter().filter(fits).min_by_key(|preset| preset.shape.router.num_experts);
     let choice = nearest.map_or("no preset has that".to_owned(), |preset| format!("--model {} would fit", preset.name));
-    format!("the trace has {} experts and {k} a token: {choice}", trace.num_experts)
+    format!("the trace uses {} experts and {k} a token: {choice}", trace.num_experts)
 }
 
 /// The model that the meta line of a trace names. A file without one, or with a broken one, is the reader's business.
@@ -204,7 +205,7 @@ fn preset_of(model_id: &str) -> Option<Preset> {
         let rest = id.strip_prefix(&preset.name.to_lowercase());
         rest.is_some_and(|rest| rest.is_empty() || rest.starts_with(['-', '_']))
     };
-    PRESETS.iter().filter(is_variant).max_by_key(|preset| preset.name.len()).copied()
+    PRESETS.iter().chain([&TINY]).filter(is_variant).max_by_key(|preset| preset.name.len()).copied()
 }
 
 #[cfg(test)]

@@ -28,6 +28,8 @@ pub struct Verdict {
     pub num_counts: usize,
     /// Every iteration gave the same bytes on every rank.
     pub is_repeatable: bool,
+    /// Hash (FNV-1a, 64 bits, hexadecimal) of the results of all tokens in their order: equal bytes, equal digest.
+    pub digest: String,
     /// What is wrong, at most a few lines.
     pub problems: Vec<String>,
 }
@@ -88,8 +90,14 @@ pub fn verify(
         bound: worst.map_or(0.0, |check| check.bound),
         num_counts,
         is_repeatable: runs.iter().all(|run| run.is_repeatable),
+        digest: format!("{:016x}", digest(runs.iter().map(|run| &run.out.bytes()[..run.x.len()]))),
         problems,
     })
+}
+
+fn digest<'a>(parts: impl Iterator<Item = &'a [u8]>) -> u64 {
+    // Offset and prime are those of FNV-1a (spec: Fowler, Noll, Vo).
+    parts.flatten().fold(0xCBF2_9CE4_8422_2325, |hash, &byte| (hash ^ u64::from(byte)).wrapping_mul(0x100_0000_01B3))
 }
 
 /// Compares rows per expert and per rank, of every iteration, with what the routes ask for; returns how many numbers were compared.
@@ -153,5 +161,12 @@ mod tests {
         assert_eq!(sample(1, 1), [0]);
         assert!(sample(0, 32).is_empty() && sample(7, 0).is_empty());
         assert_eq!(owner(6, 7, 3), (2, 4));
+    }
+
+    #[test]
+    fn digest_is_fnv() {
+        // From the authors' table of test vectors.
+        assert_eq!(digest([&b"foo"[..], b"bar"].into_iter()), 0x8594_4171_F739_67E8);
+        assert_eq!(digest([&b"a"[..]].into_iter()), 0xAF63_DC4C_8601_EC8C);
     }
 }
