@@ -48,7 +48,8 @@ impl Buffer {
         bytemuck::cast_slice(&self.0)
     }
 
-    fn bytes_mut(&mut self) -> &mut [u8] {
+    /// The same, to be written.
+    pub fn bytes_mut(&mut self) -> &mut [u8] {
         bytemuck::cast_slice_mut(&mut self.0)
     }
 }

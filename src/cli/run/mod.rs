@@ -91,3 +91,85 @@ fn all_routes(runs: &[RankRun], k: usize) -> Routes {
     }
     all
 }
+
+#[cfg(test)]
+mod tests {
+    use clap::Parser;
+    use moe_kernels::Backend;
+    use moe_kernels::layer::BlockConfig;
+
+    use super::verdict::Verdict;
+    use super::*;
+
+    #[derive(Parser)]
+    struct Line {
+        #[command(flatten)]
+        run: Arguments,
+    }
+
+    /// A finished run of 24 tokens on 3 ranks, to be spoilt.
+    struct Finished {
+        backend: Backend,
+        config: BlockConfig,
+        weights: Weights,
+        runs: Vec<RankRun>,
+    }
+
+    fn finished() -> Finished {
+        let arguments = Line::try_parse_from("moe --model tiny --tokens 24 --ranks 3 --iterations 2".split(' ')).unwrap().run;
+        let (backend, source) = (arguments.backend().unwrap(), Source::choose(&arguments).unwrap());
+        let config = arguments.block(&source.preset, source.num_tokens).unwrap();
+        let weights = Weights::new(&backend, &config, 3, 1).unwrap();
+        let runs = execute(&backend, &config, &weights, &source, 2, 1).unwrap();
+        Finished { backend, config, weights, runs }
+    }
+
+    impl Finished {
+        fn verdict(&self) -> Verdict {
+            let placement = self.config.ep().placement(3).unwrap();
+            let load = Load::new(&all_routes(&self.runs, self.config.shape.router.k), &placement);
+            verify(&self.backend, &self.config, &self.weights, &self.runs, &placement, &load, 24).unwrap()
+        }
+
+        /// The verdict is wrong and names `part`.
+        fn is_wrong(&self, part: &str) {
+            let verdict = self.verdict();
+            assert!(!verdict.is_right && verdict.problems.iter().any(|problem| problem.contains(part)), "{verdict:?}");
+        }
+    }
+
+    #[test]
+    fn a_good_run_is_right() {
+        let run = finished();
+        let verdict = run.verdict();
+        assert!(verdict.is_right && verdict.problems.is_empty(), "{verdict:?}");
+        // 16 experts and 3 ranks, each in 2 iterations.
+        assert_eq!((verdict.num_tokens, verdict.num_wrong_tokens, verdict.num_counts), (24, 0, 38));
+    }
+
+    #[test]
+    fn one_wrong_bit_is_found() {
+        let mut run = finished();
+        let row_bytes = run.config.shape.hidden * run.config.dtype.size();
+        run.runs[1].out.bytes_mut()[2 * row_bytes] ^= 1;
+        run.is_wrong("token 2 of rank 1");
+        assert_eq!(run.verdict().num_wrong_tokens, 1);
+    }
+
+    #[test]
+    fn wrong_counts_are_found() {
+        let mut run = finished();
+        run.runs[2].iterations[1].1.num_rows += 1;
+        run.is_wrong("rank 2, iteration 1");
+        let mut run = finished();
+        run.runs[0].iterations[0].1.num_rows_per_expert[3] += 1;
+        run.is_wrong("rank 0, iteration 0");
+    }
+
+    #[test]
+    fn iterations_that_differ_are_found() {
+        let mut run = finished();
+        run.runs[0].is_repeatable = false;
+        run.is_wrong("iterations differ");
+    }
+}
