@@ -58,7 +58,7 @@ pub fn bar(fraction: f64, width: usize, ascii: bool) -> String {
     } else {
         let eighths = (filled * 8.0).round() as usize;
         text.extend(std::iter::repeat_n('█', eighths / 8));
-        text.extend((eighths % 8 != 0).then(|| EIGHTHS[eighths % 8]));
+        text.extend((!eighths.is_multiple_of(8)).then(|| EIGHTHS[eighths % 8]));
     }
     let empty = width.saturating_sub(text.chars().count());
     text.extend(std::iter::repeat_n(' ', empty));

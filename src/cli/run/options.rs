@@ -49,7 +49,7 @@ pub struct Arguments {
     #[arg(long, value_name = "N")]
     pub rows_per_expert: Option<usize>,
     /// Where expert rows are summed
-    #[arg(long, value_enum, default_value_t = ReduceKind::AtRank)]
+    #[arg(long, value_enum, default_value_t = ReduceKind::Rank)]
     pub reduce: ReduceKind,
     /// Type of tokens and results: bf16, f16 or f32
     #[arg(long, value_name = "TYPE", default_value = "bf16")]
@@ -81,22 +81,28 @@ pub struct Arguments {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub enum LayoutKind {
     /// One row per (token, rank)
-    ByToken,
+    #[value(name = "by-token")]
+    Token,
     /// One row per (token, expert), grouped by expert
-    ByExpert,
+    #[value(name = "by-expert")]
+    Expert,
     /// The same, with room for a fixed number of rows per expert
-    ByExpertFixed,
+    #[value(name = "by-expert-fixed")]
+    ExpertFixed,
 }
 
 /// Names of [`ep::Reduce`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub enum ReduceKind {
     /// Each rank sums a token's rows and rounds once
-    AtRank,
+    #[value(name = "at-rank")]
+    Rank,
     /// The same, and the sum travels as f32
-    AtRankF32,
+    #[value(name = "at-rank-f32")]
+    RankF32,
     /// Every row travels; the result does not depend on the number of ranks
-    AtSource,
+    #[value(name = "at-source")]
+    Source,
 }
 
 /// Names of [`ep::Mode`].
@@ -175,14 +181,14 @@ impl Arguments {
         };
         let layout = match self.layout {
             Some(layout) => layout,
-            None if self.reduce == ReduceKind::AtRank => LayoutKind::ByToken,
-            None => LayoutKind::ByExpert,
+            None if self.reduce == ReduceKind::Rank => LayoutKind::Token,
+            None => LayoutKind::Expert,
         };
         let layout = match (layout, self.segment_align, self.rows_per_expert) {
-            (LayoutKind::ByToken, None, None) => ep::Layout::ByToken,
-            (LayoutKind::ByExpert, align, None) => ep::Layout::ByExpert { segment_align: align.unwrap_or(1) },
-            (LayoutKind::ByExpertFixed, None, rows) => ep::Layout::ByExpertFixed { rows_per_expert: rows.unwrap_or(num_tokens) },
-            (LayoutKind::ByToken | LayoutKind::ByExpertFixed, Some(align), _) => {
+            (LayoutKind::Token, None, None) => ep::Layout::ByToken,
+            (LayoutKind::Expert, align, None) => ep::Layout::ByExpert { segment_align: align.unwrap_or(1) },
+            (LayoutKind::ExpertFixed, None, rows) => ep::Layout::ByExpertFixed { rows_per_expert: rows.unwrap_or(num_tokens) },
+            (LayoutKind::Token | LayoutKind::ExpertFixed, Some(align), _) => {
                 return Err(invalid("--segment-align", align, "absent, unless the layout is by-expert"));
             }
             (_, _, Some(rows)) => return Err(invalid("--rows-per-expert", rows, "absent, unless the layout is by-expert-fixed")),
@@ -191,9 +197,9 @@ impl Arguments {
             weight_dtype,
             layout,
             reduce: match self.reduce {
-                ReduceKind::AtRank => ep::Reduce::AtRank,
-                ReduceKind::AtRankF32 => ep::Reduce::AtRankF32,
-                ReduceKind::AtSource => ep::Reduce::AtSource,
+                ReduceKind::Rank => ep::Reduce::AtRank,
+                ReduceKind::RankF32 => ep::Reduce::AtRankF32,
+                ReduceKind::Source => ep::Reduce::AtSource,
             },
             wire: match self.wire {
                 WireKind::AsIs => ep::Wire::AsIs,
