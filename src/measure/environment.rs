@@ -7,6 +7,7 @@ use std::time::{SystemTime, UNIX_EPOCH};
 use std::{env, fs};
 
 use crate::cpu::Level;
+use crate::layer::available_bytes;
 
 /// What a measurement needs beside its figures to be compared with another one. Whatever the system does not tell is empty, `None` or 0.
 #[derive(Debug, Clone, PartialEq, Eq, serde::Serialize)]
@@ -26,7 +27,7 @@ pub struct Environment {
     pub features: Vec<&'static str>,
     /// Hardware threads that this process may use.
     pub num_cores: usize,
-    /// Memory, with a container's limit applied.
+    /// Memory, all and available.
     pub memory: Memory,
     /// Name of the system and release of its kernel.
     pub system: String,
@@ -40,12 +41,12 @@ pub struct Environment {
     pub profile: &'static str,
 }
 
-/// Memory of this machine, or of the control group that limits this process, whichever is less.
+/// Memory of this machine.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, serde::Serialize)]
 pub struct Memory {
-    /// All of it.
+    /// All of it, whatever this process may use.
     pub total_bytes: u64,
-    /// What can be allocated without swapping.
+    /// What this process may still allocate: the kernel's estimate, or what a control group leaves it if that is less.
     pub available_bytes: u64,
 }
 
@@ -74,37 +75,13 @@ impl Memory {
     /// Memory at this moment; zeros where the system does not tell.
     pub fn now() -> Self {
         let text = fs::read_to_string("/proc/meminfo").unwrap_or_default();
-        let machine = Memory {
-            total_bytes: field_kib(&text, "MemTotal:").unwrap_or(0),
-            available_bytes: field_kib(&text, "MemAvailable:").unwrap_or(0),
-        };
-        let groups = fs::read_to_string("/proc/self/cgroup").unwrap_or_default();
-        let Some(group) = groups.lines().find_map(|line| line.strip_prefix("0::/")) else { return machine };
-        let root = Path::new("/sys/fs/cgroup");
-        root.join(group).ancestors().take_while(|folder| folder.starts_with(root)).filter_map(group_memory).fold(machine, Memory::least)
-    }
-
-    fn least(self, other: Memory) -> Memory {
-        Memory { total_bytes: self.total_bytes.min(other.total_bytes), available_bytes: self.available_bytes.min(other.available_bytes) }
+        Memory { total_bytes: total_bytes(&text).unwrap_or(0), available_bytes: available_bytes().unwrap_or(0) }
     }
 }
 
-/// Limit and use of one control group (version 2). Its cached files count as available: the kernel gives them up first.
-fn group_memory(folder: &Path) -> Option<Memory> {
-    let read = |name: &str| fs::read_to_string(folder.join(name)).ok();
-    let max: u64 = read("memory.max")?.trim().parse().ok()?; // "max" is no limit
-    let current: u64 = read("memory.current")?.trim().parse().ok()?;
-    let cached = read("memory.stat").and_then(|text| field(&text, "inactive_file")).unwrap_or(0);
-    Some(Memory { total_bytes: max, available_bytes: max.saturating_sub(current.saturating_sub(cached)) })
-}
-
-fn field(text: &str, name: &str) -> Option<u64> {
-    let line = text.lines().find_map(|line| line.strip_prefix(name))?;
-    line.split_whitespace().next()?.parse().ok()
-}
-
-fn field_kib(text: &str, name: &str) -> Option<u64> {
-    field(text, name)?.checked_mul(1024)
+fn total_bytes(meminfo: &str) -> Option<u64> {
+    let line = meminfo.lines().find_map(|line| line.strip_prefix("MemTotal:"))?;
+    line.split_whitespace().next()?.parse::<u64>().ok()?.checked_mul(1024)
 }
 
 fn cpu_name() -> String {
@@ -220,10 +197,8 @@ mod tests {
     }
 
     #[test]
-    fn fields_of_meminfo() {
-        let text = "MemTotal:       16316412 kB\nMemFree: 1 kB\nMemAvailable:   99 kB\n";
-        assert_eq!(field_kib(text, "MemAvailable:"), Some(99 * 1024));
-        assert_eq!(field_kib(text, "SwapTotal:"), None);
-        assert_eq!(field_kib("MemTotal: x kB", "MemTotal:"), None);
+    fn total_of_meminfo() {
+        assert_eq!(total_bytes("MemTotal:       99 kB\nMemFree: 1 kB\n"), Some(99 * 1024));
+        assert_eq!(total_bytes("MemTotal: x kB"), None);
     }
 }

@@ -87,7 +87,7 @@ pub fn execute(
         let tokens = share(source.num_tokens, ranks, rank);
         let (hidden, shape) = (config.shape.hidden, [tokens.len(), config.shape.hidden]);
         let x = tokens_from_seed(backend, hidden, config.dtype, seed, tokens.start, tokens.len())?;
-        let mut block = Block::new(&world, backend, config.clone(), weights.common.clone(), weights.experts[rank].clone())?;
+        let mut block = Block::new(&world, config.clone(), weights.common.clone(), weights.experts[rank].clone())?;
         let routes = source.routes.as_ref().map_or(RouteSource::Router, |routes| RouteSource::Given(&routes[rank]));
         let mut out = Buffer::new(x.len(), u128::MAX); // not a number in any float type
         let mut first: Option<Buffer> = None;

@@ -206,6 +206,10 @@ impl Arguments {
                 WireKind::Fp8Direct => ep::Wire::Fp8Direct,
                 WireKind::Fp8Block => ep::Wire::Fp8Block,
             },
+            mode: match self.mode {
+                ModeKind::Throughput => ep::Mode::Throughput,
+                ModeKind::LowLatency => ep::Mode::LowLatency,
+            },
             ..BlockConfig::new(preset.shape, dtype, num_tokens.div_ceil(self.ranks).max(1))
         })
     }
