@@ -80,6 +80,7 @@ impl Output {
             table.add_row(row);
         }
         for (column, name) in table.column_iter_mut().zip(header) {
+            column.set_padding((0, 2));
             column.set_cell_alignment(if name.starts_with('<') { CellAlignment::Left } else { CellAlignment::Right });
         }
         self.line(table.trim_fmt())

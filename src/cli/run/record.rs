@@ -5,13 +5,15 @@ use std::fs::{File, OpenOptions};
 use std::io::Write;
 use std::path::Path;
 
+use clap::ValueEnum;
+use moe_kernels::ep::Layout;
 use moe_kernels::layer::{BlockConfig, Memory, Report, Shape, Stage};
 use moe_kernels::measure::{Environment, Statistics};
 use moe_kernels::routing::{Load, Placement};
 use moe_kernels::{Error, Rank, Result};
 
 use super::execute::RankRun;
-use super::options::Arguments;
+use super::options::{Arguments, LayoutKind};
 use super::source::{Recorded, Source};
 use super::verdict::Verdict;
 
@@ -48,10 +50,11 @@ pub struct Job {
     pub trace: Option<Recorded>,
     pub dtype: String,
     pub weight_dtype: String,
-    pub layout: moe_kernels::ep::Layout,
-    pub reduce: moe_kernels::ep::Reduce,
-    pub mode: moe_kernels::ep::Mode,
-    pub wire: moe_kernels::ep::Wire,
+    /// These four as the command line names them.
+    pub layout: String,
+    pub reduce: String,
+    pub mode: String,
+    pub wire: String,
 }
 
 /// One stage over all iterations. Times are seconds, of the slowest and of the fastest rank of each iteration.
@@ -85,7 +88,6 @@ pub struct LoadRecord {
 impl Job {
     pub fn new(arguments: &Arguments, config: &BlockConfig, source: &Source, backend: &'static str) -> Self {
         let Shape { hidden, expert_width, shared_width, router, .. } = config.shape;
-        let ep = config.ep();
         Job {
             model: source.preset.name,
             hidden,
@@ -102,11 +104,24 @@ impl Job {
             trace: source.recorded.clone(),
             dtype: config.dtype.to_string(),
             weight_dtype: config.weight_dtype.to_string(),
-            layout: ep.layout,
-            reduce: ep.reduce,
-            mode: ep.mode,
-            wire: ep.wire,
+            layout: layout_name(config.layout),
+            reduce: name(&arguments.reduce),
+            mode: name(&arguments.mode),
+            wire: name(&arguments.wire),
         }
+    }
+}
+
+/// The name of a value on the command line.
+fn name(value: &impl ValueEnum) -> String {
+    value.to_possible_value().map_or_else(String::new, |value| value.get_name().to_owned())
+}
+
+fn layout_name(layout: Layout) -> String {
+    match layout {
+        Layout::ByExpert { segment_align } => format!("{} (segments padded to {segment_align})", name(&LayoutKind::Expert)),
+        Layout::ByExpertFixed { rows_per_expert } => format!("{} ({rows_per_expert} rows each)", name(&LayoutKind::ExpertFixed)),
+        _ => name(&LayoutKind::Token),
     }
 }
 
