@@ -48,7 +48,7 @@ pub fn info(arguments: &Arguments, output: &mut Output) -> Result<bool> {
         output.line(json)?;
     } else {
         for (name, value) in lines(&info) {
-            output.line(format_args!("{name:<11}{value}").to_string().trim_end())?;
+            output.paragraph(name, 11, &value)?;
         }
     }
     Ok(true)

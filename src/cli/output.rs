@@ -55,16 +55,21 @@ impl Output {
         self.line(format_args!("\n{text}"))
     }
 
-    /// Prints a note: a paragraph that fits the width, the lines after the first indented.
-    pub fn note(&mut self, text: &str) -> Result<()> {
-        let mut line = String::from("note:");
+    /// Prints `head` and a text in as many lines as the width asks for, those after the first indented by `indent`.
+    pub fn paragraph(&mut self, head: &str, indent: usize, text: &str) -> Result<()> {
+        let mut line = format!("{head:<indent$}");
+        let mut is_empty = true;
         for word in text.split_whitespace() {
-            if line.chars().count() + 1 + word.chars().count() > usize::from(self.width()) {
+            if !is_empty && line.chars().count() + 1 + word.chars().count() > usize::from(self.width()) {
                 self.line(&line)?;
-                line = String::from("     ");
+                line = " ".repeat(indent);
+                is_empty = true;
             }
-            line.push(' ');
+            if !is_empty {
+                line.push(' ');
+            }
             line.push_str(word);
+            is_empty = false;
         }
         self.line(line)
     }

@@ -9,6 +9,9 @@ use super::record::{Job, LoadRecord, Record, StageRecord};
 use super::verdict::Verdict;
 use crate::output::Output;
 
+/// Columns of a line's first word.
+const HEAD: usize = 9;
+
 /// Cells of a bar of the load table (arbitrary: the table stays within 80 columns).
 const BAR: usize = 30;
 
@@ -30,7 +33,13 @@ pub fn job(output: &mut Output, environment: &Environment, job: &Job, memory: &M
         ),
         ("tokens", format!("{} of {}, seed {}", report::count(job.num_tokens as u64), job.dtype, job.seed)),
         ("routing", job.routing.clone()),
-        ("ranks", format!("{} on {}; {:?}, {:?}, {:?}, {:?}", job.num_ranks, job.backend, job.layout, job.reduce, job.mode, job.wire)),
+        (
+            "ranks",
+            format!(
+                "{} on {}; layout {}, reduce {}, mode {}, wire {}",
+                job.num_ranks, job.backend, job.layout, job.reduce, job.mode, job.wire
+            ),
+        ),
         (
             "memory",
             format!(
@@ -44,7 +53,7 @@ pub fn job(output: &mut Output, environment: &Environment, job: &Job, memory: &M
             ),
         ),
     ];
-    lines.into_iter().try_for_each(|(name, value)| output.line(format_args!("{name:<9}{value}")))
+    lines.into_iter().try_for_each(|(name, value)| output.paragraph(name, HEAD, &value))
 }
 
 /// What came out.
@@ -54,7 +63,7 @@ pub fn results(output: &mut Output, record: &Record) -> Result<()> {
     if !record.notes.is_empty() {
         output.line("")?;
     }
-    record.notes.iter().try_for_each(|note| output.note(note))?;
+    record.notes.iter().try_for_each(|note| output.paragraph("note", HEAD, note))?;
     output.line("")?;
     verdict(output, &record.verdict, record.job.num_iterations)
 }
@@ -113,14 +122,16 @@ fn load(output: &mut Output, load: &LoadRecord) -> Result<()> {
 }
 
 fn verdict(output: &mut Output, verdict: &Verdict, num_iterations: usize) -> Result<()> {
-    for problem in &verdict.problems {
-        output.line(format_args!("wrong: {problem}"))?;
-    }
     let Verdict { num_tokens, num_wrong_tokens, worst_error, bound, num_counts, digest, .. } = verdict;
-    output.line(format_args!(
-        "checked: {num_tokens} tokens ({num_wrong_tokens} wrong; nearest to its bound: error {worst_error:.2e} of {bound:.2e}), {num_counts} row counts, equal bytes in {} iterations",
+    let checked = format!(
+        "{num_tokens} tokens computed again and compared bit for bit, {num_wrong_tokens} wrong; distance to the oracle at most {worst_error:.1e}, \
+         allowed {bound:.1e}; {num_counts} row counts; the same bytes in {} iterations",
         num_iterations + 1
-    ))?;
-    output.line(format_args!("digest of all results: {digest}"))?;
-    output.line(if verdict.is_right { "verdict: right" } else { "verdict: WRONG" })
+    );
+    output.paragraph("checked", HEAD, &checked)?;
+    output.paragraph("digest", HEAD, &format!("{digest} of all results"))?;
+    for problem in &verdict.problems {
+        output.paragraph("wrong", HEAD, problem)?;
+    }
+    output.paragraph("verdict", HEAD, if verdict.is_right { "right" } else { "WRONG" })
 }
