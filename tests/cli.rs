@@ -188,8 +188,13 @@ fn run_record(line: &str) -> Result<Value, Failed> {
     let folder = tempfile::tempdir()?;
     let path = folder.path().join("run.json");
     fs::write(&path, "x".repeat(1 << 20))?; // longer than a record: it must be cut
-    let quick = words("run --model tiny --iterations 1 --check-tokens 12");
-    let ran = moe(quick.into_iter().chain(words(line)).chain(["--json", path.to_str().ok_or("a path that is not UTF-8")?]))?;
+    let quick = words("run --model tiny --check-tokens 12");
+    let iterations = if line.contains("--iterations") { "" } else { "--iterations 1" };
+    let ran = moe(quick
+        .into_iter()
+        .chain(words(line))
+        .chain(words(iterations))
+        .chain(["--json", path.to_str().ok_or("a path that is not UTF-8")?]))?;
     ran.ended(0).map_err(|failed| format!("{line}: {}", failed.message().unwrap_or_default()))?;
     has("run", &ran.stdout, &["verdict right"])?;
     let record: Value = serde_json::from_slice(&fs::read(&path)?)?;

@@ -2,6 +2,7 @@
 #![forbid(unsafe_code)]
 
 use std::path::PathBuf;
+use std::time::Duration;
 
 use clap::ValueEnum;
 use moe_kernels::ep::{self, MAX_RANKS, MAX_TOKENS};
@@ -11,6 +12,9 @@ use moe_kernels::{Backend, DType, Error, Result};
 
 /// Tokens of a run that does not say how many.
 pub const DEFAULT_TOKENS: usize = 2048;
+
+/// Bound of a rank's waits. Arbitrary: ranks that share a busy machine's cores wait for each other's experts, a minute and more in the largest models.
+const TIMEOUT: Duration = Duration::from_secs(600);
 
 /// Options of `moe run`.
 #[derive(Debug, Clone, clap::Args)]
@@ -210,6 +214,7 @@ impl Arguments {
                 ModeKind::Throughput => ep::Mode::Throughput,
                 ModeKind::LowLatency => ep::Mode::LowLatency,
             },
+            timeout: TIMEOUT,
             ..BlockConfig::new(preset.shape, dtype, num_tokens.div_ceil(self.ranks).max(1))
         })
     }

@@ -31,7 +31,7 @@ pub fn job(output: &mut Output, environment: &Environment, job: &Job, memory: &M
                 job.model, job.hidden, job.num_experts, job.expert_width, job.k, job.weight_dtype
             ),
         ),
-        ("tokens", format!("{} of {}, seed {}", report::count(job.num_tokens as u64), job.dtype, job.seed)),
+        ("tokens", format!("{} of {}, random values, seed {}", report::count(job.num_tokens as u64), job.dtype, job.seed)),
         ("routing", job.routing.clone()),
         (
             "ranks",
