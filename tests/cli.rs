@@ -11,13 +11,14 @@ use moe_kernels::layer::{BlockConfig, Memory, Preset};
 use serde_json::Value;
 
 type Outcome = Result<(), Failed>;
+type Test = fn() -> Outcome;
 
 /// The program; absent from a build without the feature `cli`, whose trials are then ignored.
 const PROGRAM: Option<&str> = option_env!("CARGO_BIN_EXE_moe");
 
 /// Every trial of this module.
 pub fn trials() -> Vec<Trial> {
-    let all: [(&str, fn() -> Outcome); 17] = [
+    let all: [(&str, Test); 17] = [
         ("info", info),
         ("info_as_json", info_as_json),
         ("closed_pipe", closed_pipe),
