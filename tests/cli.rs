@@ -289,6 +289,7 @@ fn run_bad_options() -> Outcome {
         ("--backend tpu", &["tpu", "auto"]),
         ("--segment-align 8", &["--segment-align", "by-expert"]),
         ("--layout by-expert --rows-per-expert 8", &["--rows-per-expert", "by-expert-fixed"]),
+        ("--model tiny --tokens 40 --layout by-expert-fixed --rows-per-expert 1", &["capacity", "rank 0", "has 1"]),
         ("--layout by-expert --segment-align 0", &["segment_align", "0"]),
         ("--layout by-token --reduce at-source", &["reduce", "ByToken"]),
         ("--model tiny --json no/such/folder/x.json", &["no/such/folder/x.json"]),

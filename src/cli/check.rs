@@ -26,14 +26,17 @@ pub struct Arguments {
 /// Runs the chosen groups; `false` when one of them failed.
 pub fn check(arguments: &Arguments, output: &mut Output) -> Result<bool> {
     let backend = Backend::from_name(&arguments.backend)?;
-    let chosen = choose(groups(), arguments)?;
+    run(&choose(groups(), arguments)?, &backend, output)
+}
+
+fn run(chosen: &[Group], backend: &Backend, output: &mut Output) -> Result<bool> {
     let name_width = chosen.iter().map(|group| label(group).chars().count()).max().unwrap_or(0);
     let progress = Progress::new(chosen.len(), "checking");
     let (mut num_passed, mut num_failed) = (0, 0);
-    for group in &chosen {
+    for group in chosen {
         progress.message(label(group));
         let start = Instant::now();
-        let result = group.run(&backend);
+        let result = group.run(backend);
         let seconds = start.elapsed().as_secs_f64();
         let head = format!("{:<name_width$}", label(group));
         let text = match result {
@@ -80,4 +83,37 @@ fn choose(all: Vec<Group>, arguments: &Arguments) -> Result<Vec<Group>> {
         return Err(invalid("--filter", text, format!("a part of one of these names: {}", names.join("; "))));
     }
     Ok(chosen)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn one_failure_decides() {
+        let good = || Group::new("op", "good", |_| Ok(3));
+        let bad = || Group::new("op", "bad", |_| Err(Failed("case 7:\nwrong".into())));
+        let empty = || Group::new("op", "empty", |_| Ok(0));
+        for (groups, want) in [(vec![good(), good()], true), (vec![bad(), good()], false), (vec![good(), empty()], false)] {
+            assert_eq!(run(&groups, &Backend::cpu(), &mut Output::new()), Ok(want));
+        }
+    }
+
+    #[test]
+    fn nothing_chosen_is_an_error() {
+        let arguments = |op: Option<&str>, filter: Option<&str>| Arguments {
+            op: op.map(str::to_owned),
+            backend: "cpu".into(),
+            filter: filter.map(str::to_owned),
+        };
+        let all = || vec![Group::new("a", "x", |_| Ok(1)), Group::new("b", "y", |_| Ok(1))];
+        let names = |op, filter| choose(all(), &arguments(op, filter)).map(|groups| groups.iter().map(label).collect::<Vec<_>>());
+        assert_eq!(names(None, None).unwrap(), ["a x", "b y"]);
+        assert_eq!(names(Some("b"), None).unwrap(), ["b y"]);
+        assert_eq!(names(None, Some("x")).unwrap(), ["a x"]);
+        for (op, filter) in [(Some("c"), None), (Some("a"), Some("y")), (None, Some("z"))] {
+            assert!(matches!(names(op, filter), Err(Error::Invalid { .. })));
+        }
+        assert!(choose(Vec::new(), &arguments(None, None)).is_err());
+    }
 }

@@ -9,7 +9,7 @@ mod run;
 use std::process::ExitCode;
 
 use clap::{Parser, Subcommand};
-use moe_kernels::Error;
+use moe_kernels::{Error, Result};
 
 use output::Output;
 
@@ -53,20 +53,28 @@ fn main() -> ExitCode {
         Some(Command::Run(arguments)) => run::run(&arguments, &mut output),
         None => run::run(&arguments.run, &mut output),
     };
+    if let Err(error) = &verdict {
+        output::error(error);
+    }
+    ExitCode::from(exit_status(&verdict))
+}
+
+/// 0 when all is well, 1 when a result is wrong or the work failed, 2 when the request or its input cannot be served as it is.
+fn exit_status(verdict: &Result<bool>) -> u8 {
     match verdict {
-        Ok(true) => ExitCode::SUCCESS,
-        Ok(false) => ExitCode::from(1),
-        Err(error) => {
-            output::error(&error);
-            ExitCode::from(exit_status(&error))
-        }
+        Ok(true) => 0,
+        Ok(false) | Err(Error::Timeout { .. } | Error::Poisoned { .. } | Error::Mismatch { .. } | Error::Busy { .. }) => 1,
+        Err(_) => 2,
     }
 }
 
-/// 2 when the request or its input cannot be served as it is, 1 when the work itself failed.
-fn exit_status(error: &Error) -> u8 {
-    match error {
-        Error::Timeout { .. } | Error::Poisoned { .. } | Error::Mismatch { .. } | Error::Busy { .. } => 1,
-        _ => 2,
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_wrong_result_has_a_status_of_its_own() {
+        let bad_input = Err(Error::Io { what: String::new(), why: String::new() });
+        assert_eq!([Ok(true), Ok(false), bad_input].map(|verdict| exit_status(&verdict)), [0, 1, 2]);
     }
 }

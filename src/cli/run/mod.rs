@@ -39,7 +39,7 @@ pub fn run(arguments: &Arguments, output: &mut Output) -> Result<bool> {
     let weights = Weights::new(&backend, &config, arguments.ranks, arguments.seed)?;
     let runs = execute(&backend, &config, &weights, &source, arguments.iterations, arguments.seed)?;
     let load = Load::new(&all_routes(&runs, job.k), &placement);
-    let verdict = verify(&backend, &config, &weights, &runs, &placement, &load, arguments.check_tokens)?;
+    let verdict = verify(&backend, &config, &weights, &source, &runs, &placement, &load, arguments.check_tokens)?;
 
     let (stages, total) = stages(&runs);
     let mut notes = source.notes;
@@ -112,23 +112,25 @@ mod tests {
         backend: Backend,
         config: BlockConfig,
         weights: Weights,
+        source: Source,
         runs: Vec<RankRun>,
     }
 
-    fn finished() -> Finished {
-        let arguments = Line::try_parse_from("moe --model tiny --tokens 24 --ranks 3 --iterations 2".split(' ')).unwrap().run;
+    fn finished(routing: &str) -> Finished {
+        let line = format!("moe --model tiny --tokens 24 --ranks 3 --iterations 2 --routing {routing}");
+        let arguments = Line::try_parse_from(line.split(' ')).unwrap().run;
         let (backend, source) = (arguments.backend().unwrap(), Source::choose(&arguments).unwrap());
         let config = arguments.block(&source.preset, source.num_tokens).unwrap();
         let weights = Weights::new(&backend, &config, 3, 1).unwrap();
         let runs = execute(&backend, &config, &weights, &source, 2, 1).unwrap();
-        Finished { backend, config, weights, runs }
+        Finished { backend, config, weights, source, runs }
     }
 
     impl Finished {
         fn verdict(&self) -> Verdict {
             let placement = self.config.ep().placement(3).unwrap();
             let load = Load::new(&all_routes(&self.runs, self.config.shape.router.k), &placement);
-            verify(&self.backend, &self.config, &self.weights, &self.runs, &placement, &load, 24).unwrap()
+            verify(&self.backend, &self.config, &self.weights, &self.source, &self.runs, &placement, &load, 24).unwrap()
         }
 
         /// The verdict is wrong and names `part`.
@@ -140,7 +142,7 @@ mod tests {
 
     #[test]
     fn a_good_run_is_right() {
-        let run = finished();
+        let run = finished("router");
         let verdict = run.verdict();
         assert!(verdict.is_right && verdict.problems.is_empty(), "{verdict:?}");
         // 16 experts and 3 ranks, each in 2 iterations.
@@ -149,7 +151,7 @@ mod tests {
 
     #[test]
     fn one_wrong_bit_is_found() {
-        let mut run = finished();
+        let mut run = finished("router");
         let row_bytes = run.config.shape.hidden * run.config.dtype.size();
         run.runs[1].out.bytes_mut()[2 * row_bytes] ^= 1;
         run.is_wrong("token 2 of rank 1");
@@ -158,17 +160,28 @@ mod tests {
 
     #[test]
     fn wrong_counts_are_found() {
-        let mut run = finished();
+        let mut run = finished("router");
         run.runs[2].iterations[1].1.num_rows += 1;
         run.is_wrong("rank 2, iteration 1");
-        let mut run = finished();
+        let mut run = finished("router");
         run.runs[0].iterations[0].1.num_rows_per_expert[3] += 1;
         run.is_wrong("rank 0, iteration 0");
     }
 
     #[test]
+    fn wrong_routes_are_found() {
+        let mut run = finished("router");
+        let weight = &mut run.runs[1].routes.topk_weights[5 * 4]; // of token 5
+        *weight = f32::from_bits(weight.to_bits() ^ 1);
+        run.is_wrong("token 5 of rank 1: its routes");
+        let mut run = finished("uniform");
+        run.runs[2].routes.topk_idx.swap(0, 1);
+        run.is_wrong("rank 2: the routes are not those that were given");
+    }
+
+    #[test]
     fn iterations_that_differ_are_found() {
-        let mut run = finished();
+        let mut run = finished("router");
         run.runs[0].is_repeatable = false;
         run.is_wrong("iterations differ");
     }

@@ -1,14 +1,17 @@
 //! Is the result right? Sampled tokens against a second computation, every count against the routing.
 #![forbid(unsafe_code)]
 
+use moe_kernels::cpu::Level;
 use moe_kernels::ep::Layout;
 use moe_kernels::layer::{BlockConfig, TokenCheck, Verifier};
+use moe_kernels::oracle::layer::{Sums, linear};
+use moe_kernels::oracle::{float, router};
 use moe_kernels::routing::{Load, Placement};
 use moe_kernels::{Backend, Rank, Result};
 use rayon::prelude::*;
 
 use super::execute::{RankRun, Weights};
-use super::source::share;
+use super::source::{Source, share};
 use crate::output::Progress;
 
 /// What was checked and found.
@@ -37,11 +40,12 @@ pub struct Verdict {
 /// Most problems that are listed (arbitrary: one screen).
 const MAX_PROBLEMS: usize = 8;
 
-/// Checks `num_samples` tokens, spread over all ranks, and the counts of every iteration.
+/// Checks `num_samples` tokens, spread over all ranks: their routes (of all tokens when they were given) and results; and the counts of every iteration.
 pub fn verify(
     backend: &Backend,
     config: &BlockConfig,
     weights: &Weights,
+    source: &Source,
     runs: &[RankRun],
     placement: &Placement,
     load: &Load,
@@ -52,23 +56,41 @@ pub fn verify(
     let samples = sample(num_tokens, num_samples);
     let progress = Progress::new(samples.len(), "checking tokens");
     let row_bytes = config.shape.hidden * config.dtype.size();
-    let check = |&token: &usize| -> Result<(usize, TokenCheck)> {
+    // The specification of the logits' sum is that of machines with fused multiply-add: every level above scalar has it.
+    let is_fused = Level::available().len() > 1;
+    let check = |&token: &usize| -> Result<(usize, TokenCheck, bool)> {
         let (rank, start) = owner(token, num_tokens, runs.len());
         let (run, local) = (&runs[rank], token - start);
         let row = local * row_bytes..(local + 1) * row_bytes;
         let got = &run.out.bytes()[row.clone()];
-        let checked = verifier.token(&run.x[row], run.routes.idx_of(local), run.routes.weights_of(local), got);
+        let (x, ids, weights_of_ids) = (&run.x[row], run.routes.idx_of(local), run.routes.weights_of(local));
+        let is_routed = source.routes.is_some() || !is_fused || {
+            let logits = linear(Sums::Blocks, &weights.common.router, &float::values(config.dtype, x));
+            let wanted = router::route(&config.shape.router, &logits, weights.common.correction_bias.as_deref());
+            let bits = |weights: &[f32]| weights.iter().map(|w| w.to_bits()).collect::<Vec<_>>();
+            wanted.0 == ids && bits(&wanted.1) == bits(weights_of_ids)
+        };
+        let checked = verifier.token(x, ids, weights_of_ids, got);
         progress.step();
-        Ok((token, checked?))
+        Ok((token, checked?, is_routed))
     };
-    let checks: Vec<(usize, TokenCheck)> = samples.par_iter().map(check).collect::<Result<_>>()?;
+    let checks: Vec<(usize, TokenCheck, bool)> = samples.par_iter().map(check).collect::<Result<_>>()?;
 
     let mut problems = Vec::new();
-    let wrong: Vec<_> = checks.iter().filter(|(_, check)| !check.is_right()).collect();
-    for (token, check) in &wrong {
+    let wrong: Vec<_> = checks.iter().filter(|(_, check, is_routed)| !check.is_right() || !is_routed).collect();
+    for (token, check, is_routed) in &wrong {
         let (rank, start) = owner(*token, num_tokens, runs.len());
-        let difference = check.difference.clone().unwrap_or_else(|| format!("error {:.3e}, at most {:.3e}", check.error, check.bound));
+        let difference = match &check.difference {
+            _ if !is_routed => "its routes are not those of the router's specification".into(),
+            Some(difference) => difference.clone(),
+            None => format!("error {:.3e}, at most {:.3e}", check.error, check.bound),
+        };
         problems.push(format!("token {} of rank {rank}: {difference}", token - start));
+    }
+    for (rank, (given, run)) in source.routes.iter().flatten().zip(runs).enumerate() {
+        if *given != run.routes {
+            problems.push(format!("rank {rank}: the routes are not those that were given"));
+        }
     }
     let num_counts = compare_counts(config, runs, placement, load, &verifier, &mut problems);
     for (rank, _) in runs.iter().enumerate().filter(|(_, run)| !run.is_repeatable) {
@@ -81,7 +103,7 @@ pub fn verify(
         problems.push(format!("and {more} more"));
     }
     let nearness = |check: &TokenCheck| check.error / check.bound;
-    let worst = checks.iter().map(|(_, check)| check).max_by(|a, b| nearness(a).total_cmp(&nearness(b)));
+    let worst = checks.iter().map(|(_, check, _)| check).max_by(|a, b| nearness(a).total_cmp(&nearness(b)));
     Ok(Verdict {
         is_right,
         num_tokens: checks.len(),
