@@ -51,17 +51,16 @@ pub(crate) fn finish(store: Store) {
     let _ = store;
 }
 
-/// Asks for the cache lines of `num_bytes` bytes from `offset` on, if they are inside `row`. Changes speed only.
-#[inline(always)]
-pub(crate) fn prefetch(row: &[u8], offset: usize, num_bytes: usize) {
+/// Asks for the cache lines of `bytes` in the L2.
+#[inline]
+pub(crate) fn prefetch(bytes: &[u8]) {
     #[cfg(target_arch = "x86_64")]
-    for at in (offset..(offset + num_bytes).min(row.len())).step_by(64) {
-        use std::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};
-        // SAFETY: a prefetch accesses nothing that the program sees; the address is inside the row besides.
-        unsafe { _mm_prefetch::<_MM_HINT_T0>(row.as_ptr().wrapping_add(at).cast()) };
+    for line in bytes.chunks(64) {
+        // SAFETY: a prefetch is a hint: it reads nothing and faults on no address.
+        unsafe { std::arch::x86_64::_mm_prefetch::<{ std::arch::x86_64::_MM_HINT_T1 }>(line.as_ptr().cast()) }
     }
     #[cfg(not(target_arch = "x86_64"))]
-    let _ = (row, offset, num_bytes);
+    let _ = bytes;
 }
 
 #[cfg(target_arch = "x86_64")]

@@ -2,8 +2,9 @@
 
 #[cfg(target_arch = "x86_64")]
 use super::ocp;
-use super::tile::{Beside, prefetch, store};
+use super::tile::{Beside, store};
 use crate::cpu::Level;
+use crate::cpu::copy::prefetch;
 use crate::cpu::float;
 #[cfg(target_arch = "x86_64")]
 use crate::cpu::level::Isa;

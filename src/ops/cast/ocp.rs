@@ -6,7 +6,8 @@
 
 use std::arch::x86_64::*;
 
-use super::tile::{Beside, prefetch};
+use super::tile::Beside;
+use crate::cpu::copy::prefetch;
 
 /// OCP E4M3 for the functions below.
 pub(super) const E4M3: Format<3, 7, 0x43E0_0000> = Format; // 448.0 (spec: OCP FP8)

@@ -92,18 +92,6 @@ pub(super) fn fence() {
     }
 }
 
-/// Asks for the cache lines of `bytes` in the L2.
-#[inline]
-pub(super) fn prefetch(bytes: &[u8]) {
-    #[cfg(target_arch = "x86_64")]
-    for line in bytes.chunks(64) {
-        // SAFETY: a prefetch is a hint: it reads nothing and faults on no address.
-        unsafe { std::arch::x86_64::_mm_prefetch::<{ std::arch::x86_64::_MM_HINT_T1 }>(line.as_ptr().cast()) }
-    }
-    #[cfg(not(target_arch = "x86_64"))]
-    let _ = bytes;
-}
-
 /// Writes columns `column..column + LINES` of a tile's buffer to `out`, each as a line of the first `rows` rows. Lines that are not wanted are
 /// empty. With `stream` as [`store`].
 ///

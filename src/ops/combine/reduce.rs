@@ -155,7 +155,8 @@ fn add_terms<const SIZE: usize>(
 ) {
     let at = block * SCALE_BLOCK * SIZE;
     for (i, term) in terms.iter().enumerate() {
-        prefetch(term.row, at + PREFETCH_BYTES, SCALE_BLOCK * SIZE);
+        let ahead = (at + PREFETCH_BYTES).min(term.row.len());
+        prefetch(&term.row[ahead..term.row.len().min(ahead + SCALE_BLOCK * SIZE)]);
         let (values, _) = term.row[at..][..sum.len() * SIZE].as_chunks::<SIZE>();
         let pairs = sum.iter_mut().zip(values);
         let scaled = |v: &[u8; SIZE], scale: Option<f32>| scale.map_or(widen(*v), |scale| widen(*v) * scale);
