@@ -5,6 +5,7 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use crate::id::Rank;
+use crate::measure::report;
 
 /// Result of every fallible function of this crate.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
@@ -46,7 +47,7 @@ pub enum Error {
         searched: Vec<PathBuf>,
     },
     /// More memory is needed than the machine has free.
-    #[error("{what} needs {need_bytes} bytes, {have_bytes} bytes are available; {change}")]
+    #[error("{what} needs {}, available are {}; {change}", amount(*.need_bytes), amount(*.have_bytes))]
     Memory {
         /// What would have been allocated.
         what: String,
@@ -62,7 +63,7 @@ pub enum Error {
     Capacity {
         /// Operation that found it.
         op: &'static str,
-        /// Every rank's demand and capacity, ascending by rank.
+        /// Demand and capacity, ascending by rank: of every rank for rows; for tokens, of the ranks that have more than `max_tokens`.
         demands: Vec<Demand>,
     },
     /// Two ranks were configured differently.
@@ -244,6 +245,11 @@ impl Error {
 
 fn list(paths: &[PathBuf]) -> String {
     paths.iter().map(|p| p.display().to_string()).collect::<Vec<_>>().join(", ")
+}
+
+/// Bytes as people read them, and exactly.
+fn amount(bytes: u64) -> String {
+    format!("{} ({} bytes)", report::bytes(bytes), report::count(bytes))
 }
 
 fn over_capacity(demands: &[Demand]) -> String {

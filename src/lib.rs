@@ -18,3 +18,8 @@ pub use backend::{Backend, Cpu};
 pub use error::{Error, Result};
 pub use id::{Expert, Rank, Slot, Token};
 pub use tensor::{DType, DeviceAddress, TensorView, TensorViewMut};
+
+/// The README's example, compiled and run.
+#[cfg(doctest)]
+#[doc = include_str!("../README.md")]
+struct Readme;

@@ -9,6 +9,7 @@ mod cli;
 mod combine;
 mod dispatch;
 mod gate;
+mod hygiene;
 mod layer;
 mod model;
 mod router;
@@ -24,6 +25,7 @@ fn main() {
         combine::trials,
         dispatch::trials,
         gate::trials,
+        hygiene::trials,
         layer::trials,
         model::trials,
         router::trials,

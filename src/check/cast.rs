@@ -1,8 +1,288 @@
 //! Checks of cast + transpose.
 
-use crate::check::Group;
+use crate::backend::Backend;
+use crate::check::guarded::Guarded;
+use crate::check::{Check, Failed, Group, variants};
+use crate::ensure;
+use crate::ops::cast::{Block, Formula, Operands, Options, ScaleLayout, Scaling, cast};
+use crate::oracle::{compare, float};
+use crate::tensor::{DType, TensorView, TensorViewMut};
+
+mod case;
+
+use case::{Case, values};
+
+/// Input types.
+const FROM: [DType; 3] = [DType::BF16, DType::F16, DType::F32];
+/// Output types that take scales of every kind.
+const FP8: [DType; 4] = [DType::E4M3, DType::E5M2, DType::E4M3Fnuz, DType::E5M2Fnuz];
+/// Output types.
+const TO: [DType; 7] = [DType::E4M3, DType::E5M2, DType::E4M3Fnuz, DType::E5M2Fnuz, DType::F16, DType::BF16, DType::F32];
+/// Around the rows of padding, blocks and tiles.
+const ROWS: [usize; 10] = [0, 1, 15, 16, 17, 127, 128, 129, 255, 257];
+/// Around the widths of vectors and blocks; 1536 is more than a tile.
+const COLUMNS: [usize; 8] = [0, 1, 8, 16, 100, 128, 129, 1536];
+/// Scale block, formula, layout and the type of the stored scales.
+const BLOCKS: [(Block, Formula, ScaleLayout, DType); 14] = {
+    use Block::{Row32, Row128, Square128};
+    use ScaleLayout::{ColumnMajor, PackedE8m0, RowMajor};
+    const TE: Formula = Formula::TransformerEngine { epsilon: 0.0, power_of_two: false };
+    const TE_EPSILON: Formula = Formula::TransformerEngine { epsilon: 0.125, power_of_two: false };
+    const TE_POWER: Formula = Formula::TransformerEngine { epsilon: 1e-12, power_of_two: true };
+    const DEEP: Formula = Formula::DeepGemm { power_of_two: false };
+    const DEEP_POWER: Formula = Formula::DeepGemm { power_of_two: true };
+    [
+        (Row128, TE, ColumnMajor, DType::F32),
+        (Row128, TE_POWER, RowMajor, DType::E8M0),
+        (Row128, TE_EPSILON, RowMajor, DType::F32),
+        (Square128, TE, RowMajor, DType::F32),
+        (Square128, TE_POWER, ColumnMajor, DType::F32),
+        (Row128, DEEP, ColumnMajor, DType::F32),
+        (Square128, DEEP, RowMajor, DType::F32),
+        (Row128, DEEP_POWER, PackedE8m0, DType::U32),
+        (Square128, DEEP_POWER, PackedE8m0, DType::I32),
+        (Row128, DEEP_POWER, ColumnMajor, DType::F32),
+        (Row32, Formula::Mx, RowMajor, DType::E8M0),
+        (Row32, Formula::Mx, ColumnMajor, DType::E8M0),
+        (Row32, Formula::Mx, PackedE8m0, DType::U32),
+        (Square128, Formula::Mx, RowMajor, DType::E8M0),
+    ]
+};
 
 /// Every group of this operation.
 pub fn groups() -> Vec<Group> {
-    Vec::new()
+    let mut groups = Vec::new();
+    let mut push = |name: String, run: Box<Check>| groups.push(Group::new("cast", name, run));
+    for from in FROM {
+        for to in TO {
+            push(
+                format!("given scale, list, {from} to {to}"),
+                Box::new(move |backend| lists(backend, from, to, Scaling::Given, DType::F32)),
+            );
+            push(
+                format!("given scale, grouped, {from} to {to}"),
+                Box::new(move |backend| grouped(backend, from, to, Scaling::Given, DType::F32)),
+            );
+        }
+        for to in FP8 {
+            push(format!("current scale, {from} to {to}"), Box::new(move |backend| current(backend, from, to)));
+        }
+    }
+    for (i, (block, formula, layout, scale_dtype)) in BLOCKS.into_iter().enumerate() {
+        let scaling = Scaling::Block { block, formula, layout };
+        // Every input type with every formula; output types take turns.
+        for (j, from) in FROM.into_iter().enumerate() {
+            let to = FP8[(i + j) % FP8.len()];
+            let name = format!("{} scales, {}, {layout:?} of {scale_dtype}, {from} to {to}", name_of(block), name_of_formula(formula));
+            push(format!("{name}, list"), Box::new(move |backend| lists(backend, from, to, scaling, scale_dtype)));
+            push(format!("{name}, grouped"), Box::new(move |backend| grouped(backend, from, to, scaling, scale_dtype)));
+        }
+    }
+    for from in [DType::BF16, DType::F16] {
+        push(format!("every {from} pattern"), Box::new(move |backend| every_pattern(backend, from)));
+    }
+    push("many matrices".into(), Box::new(many_matrices));
+    push("past the caches".into(), Box::new(past_the_caches));
+    push("noop flag".into(), Box::new(noop));
+    push("properties".into(), Box::new(properties));
+    groups
+}
+
+fn name_of(block: Block) -> &'static str {
+    match block {
+        Block::Row128 => "1x128",
+        Block::Square128 => "128x128",
+        Block::Row32 => "1x32",
+    }
+}
+
+fn name_of_formula(formula: Formula) -> String {
+    match formula {
+        Formula::TransformerEngine { epsilon, power_of_two } => format!("te epsilon {epsilon} power of two {power_of_two}"),
+        Formula::DeepGemm { power_of_two } => format!("deepgemm power of two {power_of_two}"),
+        Formula::Mx => "mx".into(),
+    }
+}
+
+/// Every row count with every column count, few rows of the longest, to keep the oracle short.
+fn shapes() -> Vec<[usize; 2]> {
+    let all = ROWS.into_iter().flat_map(|rows| COLUMNS.into_iter().map(move |columns| [rows, columns]));
+    all.filter(|[rows, columns]| *columns < 1536 || [1, 17, 129].contains(rows)).collect()
+}
+
+/// Lists of matrices of every shape: plain; one copy only, padded, apart and unaligned.
+fn lists(backend: &Backend, from: DType, to: DType, scaling: Scaling, scale_dtype: DType) -> Result<usize, Failed> {
+    let variants = variants(backend)?;
+    let mut num_cases = Case { scale_dtype, ..Case::new(from, to, shapes(), scaling) }.run(&variants)?;
+    let some: Vec<_> = shapes().into_iter().enumerate().filter(|(i, _)| i % 3 == 0).map(|(_, shape)| shape).collect();
+    for (i, pad_rows) in [16, 32, 128].into_iter().enumerate() {
+        let one_copy = Case { row: i != 1, column: i != 2, ..Case::new(from, to, some.clone(), scaling) };
+        num_cases += Case { scale_dtype, pad_rows, gap: i + 1, extras: i != 0, seed: i as u64 + 2, ..one_copy }.run(&variants)?;
+    }
+    Ok(num_cases)
+}
+
+/// Groups of every column count with rows of every count, in several orders.
+fn grouped(backend: &Backend, from: DType, to: DType, scaling: Scaling, scale_dtype: DType) -> Result<usize, Failed> {
+    let variants = variants(backend)?;
+    let mut num_cases = 0;
+    for (i, columns) in COLUMNS.into_iter().enumerate() {
+        let rows = if columns < 1536 { &[129, 0, 1, 17, 0, 128, 255, 15, 16][..] } else { &[17, 0, 130] };
+        let mut shapes: Vec<_> = rows.iter().map(|&rows| [rows, columns]).collect();
+        shapes.rotate_left(i % rows.len());
+        let case = Case { is_grouped: true, scale_dtype, seed: i as u64 + 1, ..Case::new(from, to, shapes, scaling) };
+        let (row, column) = (i % 3 != 1, i % 3 != 2);
+        num_cases += Case { pad_rows: [1, 16, 32, 128][i % 4], gap: i % 2, reset_amax: i % 2 == 1, row, column, ..case }.run(&variants)?;
+    }
+    Ok(num_cases)
+}
+
+fn current(backend: &Backend, from: DType, to: DType) -> Result<usize, Failed> {
+    let variants = variants(backend)?;
+    let mut num_cases = 0;
+    for (i, (epsilon, power_of_two)) in [(0.0, false), (0.0, true), (3.0, false), (1e-40, true)].into_iter().enumerate() {
+        let scaling = Scaling::Current { epsilon, power_of_two };
+        let shapes: Vec<_> = shapes().into_iter().skip(i).step_by(3).collect();
+        num_cases += Case { seed: i as u64, reset_amax: i == 2, ..Case::new(from, to, shapes, scaling) }.run(&variants)?;
+        let group = vec![[3, 130], [0, 130], [129, 130], [64, 130], [16, 130]];
+        num_cases += Case { is_grouped: true, pad_rows: 16, seed: i as u64 + 3, ..Case::new(from, to, group, scaling) }.run(&variants)?;
+    }
+    Ok(num_cases)
+}
+
+/// All 65536 patterns of a 16-bit type, under several scales, to every output type.
+fn every_pattern(backend: &Backend, from: DType) -> Result<usize, Failed> {
+    let x: Vec<u8> = (0..=u16::MAX).flat_map(u16::to_le_bytes).collect();
+    let values = float::values(from, &x);
+    let mut num_cases = 0;
+    for to in TO {
+        let size = to.size();
+        for scale in [1.0, -0.37, 1e6, 1e-38, 0.0, f32::INFINITY, f32::NAN] {
+            let mut want = Vec::with_capacity(values.len() * size);
+            values.iter().for_each(|&x| float::push(to, scale * x, &mut want));
+            for (name, backend) in variants(backend)? {
+                let (mut row, mut column) = (Guarded::new(want.len()), Guarded::new(want.len()));
+                let shape = [256, 256]; // derived: all patterns in one square
+                let scales = [scale];
+                let matrix = Operands::new(TensorView::from_bytes(&x, from, &shape)?)
+                    .scale(TensorView::from_slice(&scales, &[1])?)
+                    .row(TensorViewMut::from_bytes(row.bytes_mut(), to, &shape)?)
+                    .column(TensorViewMut::from_bytes(column.bytes_mut(), to, &shape)?);
+                cast(&backend, &mut [matrix], &Options::default())?;
+                compare::equal(&format!("{name}: {from} to {to}, scale {scale}"), to, &shape, row.bytes(), &want)?;
+                for (i, element) in column.bytes().chunks(size).enumerate() {
+                    let of_row = &row.bytes()[(i % 256 * 256 + i / 256) * size..][..size];
+                    ensure!(element == of_row, "{name}: {from} to {to}, scale {scale}: transposed element {i}");
+                }
+                num_cases += 1;
+            }
+        }
+    }
+    Ok(num_cases)
+}
+
+/// 1 to 300 matrices, more than are shared out at once, with empty ones among them.
+fn many_matrices(backend: &Backend) -> Result<usize, Failed> {
+    let variants = variants(backend)?;
+    let mut num_cases = 0;
+    for num in [1, 2, 127, 128, 129, 300] {
+        let rows = |i: usize| if i % 5 == 3 { 0 } else { i % 23 };
+        let shapes: Vec<_> = (0..num).map(|i| [rows(i), (i * 7) % 41]).collect();
+        num_cases += Case::new(DType::BF16, DType::E4M3, shapes, Scaling::Given).run(&variants)?;
+        for scaling in [Scaling::Given, Scaling::Current { epsilon: 0.0, power_of_two: false }, Scaling::deep_gemm(Block::Row128)] {
+            let shapes: Vec<_> = (0..num).map(|i| [rows(i), 72]).collect();
+            num_cases += Case { is_grouped: true, pad_rows: 16, ..Case::new(DType::BF16, DType::E4M3, shapes, scaling) }.run(&variants)?;
+        }
+    }
+    Ok(num_cases)
+}
+
+/// Outputs so long that they are stored past the caches, aligned and not: a sample of rows against one cast alone.
+fn past_the_caches(backend: &Backend) -> Result<usize, Failed> {
+    let mut num_cases = 0;
+    let [rows, columns] = [4096 + 64, 2048 + 128]; // arbitrary, two copies of more than 16 MiB in all
+    let x = values(DType::BF16, rows * columns, 1);
+    let bytes = rows * columns;
+    for (to, offset) in [(DType::E4M3, 0), (DType::E5M2, 0), (DType::E4M3, 1), (DType::BF16, 0)] {
+        for (name, backend) in variants(backend)? {
+            let mut alone = vec![0; columns * to.size()];
+            let [mut row, mut column] = [0, 1].map(|_| Guarded::at_offset(bytes * to.size(), offset));
+            let matrix = Operands::new(TensorView::from_bytes(&x, DType::BF16, &[rows, columns])?)
+                .row(TensorViewMut::from_bytes(row.bytes_mut(), to, &[rows, columns])?)
+                .column(TensorViewMut::from_bytes(column.bytes_mut(), to, &[columns, rows])?);
+            cast(&backend, &mut [matrix], &Options::default())?;
+            row.check("row")?;
+            column.check("column")?;
+            let size = to.size();
+            for r in 0..rows {
+                let source = &x[r * columns * 2..][..columns * 2];
+                let matrix = Operands::new(TensorView::from_bytes(source, DType::BF16, &[1, columns])?).row(TensorViewMut::from_bytes(
+                    &mut alone,
+                    to,
+                    &[1, columns],
+                )?);
+                cast(&Backend::cpu(), &mut [matrix], &Options::default())?;
+                ensure!(alone == row.bytes()[r * columns * size..][..columns * size], "{name}, {to}: row {r}");
+                for (c, element) in alone.chunks(size).enumerate() {
+                    ensure!(*element == column.bytes()[(c * rows + r) * size..][..size], "{name}, {to}: row {r} of column {c}");
+                }
+            }
+            num_cases += 1;
+        }
+    }
+    Ok(num_cases)
+}
+
+/// A flag that is not zero leaves every output alone; zero does not.
+fn noop(backend: &Backend) -> Result<usize, Failed> {
+    let variants = variants(backend)?;
+    let mut num_cases = 0;
+    for flag in [0, 1, u32::MAX] {
+        for scaling in [Scaling::Given, Scaling::Current { epsilon: 0.0, power_of_two: false }, Scaling::deep_gemm(Block::Square128)] {
+            for is_grouped in [false, true] {
+                let case = Case::new(DType::F32, DType::E4M3, vec![[17, 33], [0, 33], [5, 33]], scaling);
+                num_cases += Case { noop: Some(flag), reset_amax: true, is_grouped, pad_rows: 16, ..case }.run(&variants)?;
+            }
+        }
+    }
+    Ok(num_cases)
+}
+
+/// What holds whatever the oracle says: the transposed copy is the transposed cast, an element is off by at most half a step, padding is zero, and
+/// amax is the greatest magnitude.
+fn properties(backend: &Backend) -> Result<usize, Failed> {
+    let mut num_cases = 0;
+    for (name, backend) in variants(backend)? {
+        for (seed, [rows, columns]) in [[1, 1], [33, 65], [130, 257], [200, 16]].into_iter().enumerate() {
+            let x = values(DType::BF16, rows * columns, 4 * seed as u64); // no special values
+            let wide = float::values(DType::BF16, &x);
+            let padded = rows.next_multiple_of(16);
+            let (mut row, mut column) = (Guarded::new(padded * columns), Guarded::new(padded * columns));
+            let (mut amax, mut scale_inv) = ([0.0], [0.0]);
+            let matrix = Operands::new(TensorView::from_bytes(&x, DType::BF16, &[rows, columns])?)
+                .row(TensorViewMut::from_bytes(row.bytes_mut(), DType::E4M3, &[padded, columns])?)
+                .column(TensorViewMut::from_bytes(column.bytes_mut(), DType::E4M3, &[columns, padded])?)
+                .amax(TensorViewMut::from_slice(&mut amax, &[1])?)
+                .scale_inv(TensorViewMut::from_slice(&mut scale_inv, &[1])?);
+            let options = Options { pad_rows: 16, ..Options::with_scaling(Scaling::Current { epsilon: 0.0, power_of_two: false }) };
+            cast(&backend, &mut [matrix], &options)?;
+            let greatest = wide.iter().fold(0f32, |a, x| a.max(x.abs()));
+            ensure!(amax == [greatest], "{name}: amax is {amax:?}, the greatest magnitude {greatest}");
+            for (r, c) in (0..padded).flat_map(|r| (0..columns).map(move |c| (r, c))) {
+                let bits = row.bytes()[r * columns + c];
+                ensure!(bits == column.bytes()[c * padded + r], "{name}: element [{r}, {c}] of the transposed copy");
+                if r >= rows {
+                    ensure!(bits == 0, "{name}: padding [{r}, {c}] is {bits:#x}");
+                    continue;
+                }
+                let (x, got) = (wide[r * columns + c], float::widen(DType::E4M3, bits as u32) * scale_inv[0]);
+                // Half a step: 2^-4 of a normal value, 2^-10 of a subnormal one; a little more for the rounding of the scale (derived).
+                let bound = (x.abs() / 16.0).max(scale_inv[0] / 1024.0) * (1.0 + 1e-5);
+                let is_close = (x - got).abs() <= bound;
+                ensure!(is_close, "{name}: element [{r}, {c}] is {got} for {x}");
+            }
+            num_cases += 1;
+        }
+    }
+    Ok(num_cases)
 }

@@ -103,7 +103,16 @@ fn round_scripts(layout: Layout) -> Vec<Script> {
         let again = steps.replay(10, 0, Phase::Send);
         steps.combine(again, Form::of(6, &config));
         let name = format!("rounds {traffic:?}");
-        let script = Script { name, world: traffic.world(), config, batches, steps: steps.steps, rows: Rows::BySlot, specials: false };
+        let script = Script {
+            name,
+            world: traffic.world(),
+            config,
+            batches,
+            steps: steps.steps,
+            rows: Rows::BySlot,
+            specials: false,
+            delays: false,
+        };
         scripts.push(if i % 4 == 0 { script } else { low_latency(script) });
     }
     scripts
@@ -140,7 +149,8 @@ fn identity_experts(backend: &Backend, layout: Layout) -> Result<usize, Failed> 
                 other => other,
             });
             let (world, steps) = (traffic.world(), steps.collect());
-            let script = Script { name, world, config: config.clone(), batches, steps, rows: Rows::Received, specials: false };
+            let script =
+                Script { name, world, config: config.clone(), batches, steps, rows: Rows::Received, specials: false, delays: false };
             let report = script.prepare()?.run(&variants[i % variants.len()].1)?;
             for (rank, (got, want)) in report.out.iter().zip(&want).enumerate() {
                 let shape = [traffic.tokens[rank], config.hidden];
@@ -233,6 +243,7 @@ fn split_script(config: &Config, all: &Tokens, world: usize) -> Script {
         steps: steps.steps,
         rows: Rows::ByGlobalToken(first),
         specials: false,
+        delays: false,
     }
 }
 

@@ -138,7 +138,16 @@ fn capacity_script(config: Config, traffic: &Traffic, index: usize, form: usize)
     let name = format!(
         "capacity: max_tokens {max_tokens}, max_rows {max_rows:?}, per expert {max_rows_per_expert:?}, {layout:?} {overflow:?} {traffic:?}"
     );
-    Script { name, world: traffic.world(), config, batches: vec![first, second], steps: steps.steps, rows: Rows::BySlot, specials: false }
+    Script {
+        name,
+        world: traffic.world(),
+        config,
+        batches: vec![first, second],
+        steps: steps.steps,
+        rows: Rows::BySlot,
+        specials: false,
+        delays: false,
+    }
 }
 
 /// One-message form with fewer, exactly and more rows than a message holds (32), all payload forms.
@@ -192,7 +201,13 @@ fn in_flight_scripts(layout: Layout) -> Vec<Script> {
             combine_send(2),
             Step::Receive,
         ];
-        for (name, steps) in [("either order", either_order.steps), ("overlapped", overlapped)] {
+        // The same without combine, so that nothing but the next dispatch makes a fast rank wait for a slow one.
+        let mut dropped = vec![dispatch_send(0, 0)];
+        for n in 0..6 {
+            dropped.extend([dispatch_send((n + 1) % 3, (n + 1) % 2), Step::Receive, Step::Drop { arrival: n }]);
+        }
+        dropped.push(Step::Receive);
+        for (name, steps) in [("either order", either_order.steps), ("overlapped", overlapped), ("overlapped, dropped", dropped)] {
             let script = Script {
                 name: format!("{name} {traffic:?}"),
                 world: traffic.world(),
@@ -201,9 +216,11 @@ fn in_flight_scripts(layout: Layout) -> Vec<Script> {
                 steps,
                 rows: Rows::BySlot,
                 specials: false,
+                delays: false,
             };
-            if i % 3 == 2 {
-                scripts.push(low_latency(script.clone()));
+            let delays = name == "overlapped, dropped";
+            if i % 3 == 2 || delays {
+                scripts.push(low_latency(Script { delays, ..script.clone() }));
             }
             scripts.push(script);
         }

@@ -83,7 +83,8 @@ pub fn variants(backend: &Backend) -> Result<Vec<(String, Backend)>, Failed> {
 #[doc(hidden)]
 macro_rules! ensure {
     ($cond:expr, $($message:tt)+) => {
-        if !$cond {
+        if $cond {
+        } else {
             return Err($crate::check::Failed(format!($($message)+)));
         }
     };

@@ -1,2 +1,80 @@
-//! stub
-fn main() {}
+//! The program `moe`: runs a Mixture-of-Experts layer across ranks, checks the operations of this library, describes the machine.
+#![forbid(unsafe_code)]
+
+mod check;
+mod info;
+mod output;
+mod run;
+
+use std::process::ExitCode;
+
+use clap::{Parser, Subcommand};
+use moe_kernels::{Error, Result};
+
+use output::Output;
+
+/// Runs a Mixture-of-Experts layer across ranks, checks it, and says where the time went.
+///
+/// Without a subcommand it does what `moe run` does, and takes the same options.
+///
+/// Exit status: 0 when all is well, 1 when a result is wrong or a check fails, 2 for bad arguments or bad input.
+#[derive(Parser)]
+#[command(name = "moe", version, args_conflicts_with_subcommands = true, max_term_width = 100)]
+struct Arguments {
+    #[command(subcommand)]
+    command: Option<Command>,
+    #[command(flatten)]
+    run: run::Arguments,
+}
+
+#[derive(Subcommand)]
+enum Command {
+    /// Run a layer across ranks, check it, and say where the time went: what the program does without a subcommand
+    Run(Box<run::Arguments>),
+    /// Check every operation, bit for bit, against its specification
+    Check(check::Arguments),
+    /// Describe the machine: CPU, memory, GPUs, versions, cache folder
+    Info(info::Arguments),
+}
+
+fn main() -> ExitCode {
+    let arguments = match Arguments::try_parse() {
+        Ok(arguments) => arguments,
+        Err(error) => {
+            // Help that nobody reads any more (`moe --help | head -1`) is no failure.
+            let _ = error.print();
+            return ExitCode::from(error.exit_code().clamp(0, 255) as u8);
+        }
+    };
+    let mut output = Output::new();
+    let verdict = match arguments.command {
+        Some(Command::Check(arguments)) => check::check(&arguments, &mut output),
+        Some(Command::Info(arguments)) => info::info(&arguments, &mut output),
+        Some(Command::Run(arguments)) => run::run(&arguments, &mut output),
+        None => run::run(&arguments.run, &mut output),
+    };
+    if let Err(error) = &verdict {
+        output::error(error);
+    }
+    ExitCode::from(exit_status(&verdict))
+}
+
+/// 0 when all is well, 1 when a result is wrong or the work failed, 2 when the request or its input cannot be served as it is.
+fn exit_status(verdict: &Result<bool>) -> u8 {
+    match verdict {
+        Ok(true) => 0,
+        Ok(false) | Err(Error::Timeout { .. } | Error::Poisoned { .. } | Error::Mismatch { .. } | Error::Busy { .. }) => 1,
+        Err(_) => 2,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_wrong_result_has_a_status_of_its_own() {
+        let bad_input = Err(Error::Io { what: String::new(), why: String::new() });
+        assert_eq!([Ok(true), Ok(false), bad_input].map(|verdict| exit_status(&verdict)), [0, 1, 2]);
+    }
+}

@@ -46,13 +46,14 @@ pub fn f16_from_f32(x: f32) -> u16 {
 fn round_magnitude<const MANTISSA: u32, const BIAS: u32>(magnitude: u32) -> u32 {
     let shift = 23 - MANTISSA;
     // Normal: add half a unit (less one when the last kept bit is even), cut, move the bias.
-    let half = (1 << (shift - 1)) - 1 + ((magnitude >> shift) & 1);
-    let normal = (magnitude.wrapping_add(half) >> shift).wrapping_sub((127 - BIAS) << MANTISSA);
+    let at_least_normal = magnitude.max((127 - BIAS + 1) << 23);
+    let half = (1 << (shift - 1)) - 1 + ((at_least_normal >> shift) & 1);
+    let normal = (at_least_normal.wrapping_add(half) >> shift).wrapping_sub((127 - BIAS) << MANTISSA);
     // Subnormal: adding a power of two whose unit in the last place is the format's smallest step lets the adder round.
     let magic = (127 - BIAS + 1 + shift) << 23;
     let subnormal = (f32::from_bits(magnitude) + f32::from_bits(magic)).to_bits().wrapping_sub(magic);
-    let smallest_normal = (127 - BIAS + 1) << 23;
-    if magnitude < smallest_normal { subnormal } else { normal }
+    // Below the smallest normal number `normal` is that number; above it `subnormal` goes on counting in smallest steps, so it is never less.
+    subnormal.min(normal)
 }
 
 /// f32 to OCP E4M3: nearest even, saturates at 448 (infinities too), every NaN is 0x7F, -0 stays.

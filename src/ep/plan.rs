@@ -77,7 +77,7 @@ pub struct Regions {
     pub fold: usize,
     /// Bytes of one bank.
     pub bank_bytes: usize,
-    /// Low-latency staging: `[2 parities, world, staged_rows]` of row + record; behind the banks.
+    /// Low-latency staging: `[in_flight + 1, world, staged_rows]` of row + record; behind the banks.
     pub staging: usize,
     /// All bytes of one rank.
     pub total_bytes: usize,
@@ -174,7 +174,8 @@ impl Plan {
         let message_record = if c.layout.is_by_expert() { transit_bytes } else { record_bytes + scale_words * 4 };
         let message_bytes =
             row_bytes.checked_add(message_record).and_then(|b| b.checked_next_multiple_of(64)).ok_or_else(|| too_large("hidden"))?;
-        let staging = at.take("expected_tokens", 2 * world * staged_rows, message_bytes)?;
+        // One more than banks: a peer that holds every bank unread has posted the counts that let this rank stage one more epoch.
+        let staging = at.take("expected_tokens", (c.in_flight + 1) * world * staged_rows, message_bytes)?;
         let num_count_words = world + if c.layout.is_by_expert() { c.num_experts } else { 0 };
         Ok(Plan {
             world,

@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use crate::backend::{Backend, Cpu};
 use crate::cpu::{convert, elementwise};
-use crate::ep::{Config, ExpertParallel, Layout, Reduce, Wire, World};
+use crate::ep::{Config, ExpertParallel, Layout, Mode, Reduce, Wire, World};
 use crate::error::{Error, Result};
 use crate::id::Slot;
 use crate::layer::experts::{Addend, Rows, Scratch, Selection, for_each_chunk, grown, tiles};
@@ -39,6 +39,8 @@ pub struct BlockConfig {
     pub reduce: Reduce,
     /// In which form rows travel back.
     pub wire: Wire,
+    /// Protocol of dispatch and combine.
+    pub mode: Mode,
     /// Bound of every wait.
     pub timeout: Duration,
 }
@@ -56,6 +58,7 @@ impl BlockConfig {
             layout: ep.layout,
             reduce: ep.reduce,
             wire: ep.wire,
+            mode: ep.mode,
             timeout: ep.timeout,
         }
     }
@@ -67,6 +70,7 @@ impl BlockConfig {
             layout: self.layout,
             reduce: self.reduce,
             wire: self.wire,
+            mode: self.mode,
             // The expert layouts leave the weights to combine, which does not round weight * row; a ByToken row is already a weighted sum.
             weighted: self.layout.is_by_expert() && !self.rounds_products(),
             timeout: self.timeout,

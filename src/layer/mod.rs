@@ -9,6 +9,6 @@ pub mod weights;
 
 pub use block::{Block, BlockConfig, Report, RouteSource, Stage};
 pub use memory::{Memory, available_bytes};
-pub use preset::{PRESETS, Preset, Shape};
+pub use preset::{PRESETS, Preset, Shape, TINY};
 pub use verify::{TokenCheck, Verifier};
 pub use weights::{CommonWeights, ExpertWeights, Matrix, Mlp, tokens_from_seed};

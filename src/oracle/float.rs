@@ -150,3 +150,160 @@ pub fn bits(bytes: &[u8]) -> u32 {
 pub fn push(dtype: DType, x: f32, out: &mut Vec<u8>) {
     out.extend_from_slice(&narrow(dtype, x).to_le_bytes()[..dtype.size()]);
 }
+
+#[cfg(test)]
+pub(crate) mod table {
+    //! The formats again, derived independently: by walking up from zero one step at a time.
+
+    use super::*;
+
+    /// Every finite magnitude in order of its bits, and what lies above.
+    pub(crate) struct Table {
+        pub(crate) dtype: DType,
+        values: Vec<f64>,
+        /// Bits of a magnitude that rounds above the largest.
+        above: u32,
+        sign: u32,
+        nan: u32,
+        negative_zero: bool,
+    }
+
+    pub(crate) fn tables() -> Vec<Table> {
+        // Smallest step, steps in a binade, finite magnitudes, the largest of them: the limits in the tables of OCP OFP8 1.0, IEEE 754 and the
+        // FNUZ paper (spec).
+        let make = |dtype, step: i32, binade: usize, num: usize, largest: f64, above: u32, sign, nan, negative_zero| {
+            let mut step = 2f64.powi(step);
+            let mut values = vec![0.0];
+            while values.len() < num {
+                // The first binade and the subnormals below it share a step; each later binade doubles it.
+                if values.len() > 2 * binade && (values.len() - 1) % binade == 0 {
+                    step *= 2.0;
+                }
+                values.push(values[values.len() - 1] + step);
+            }
+            assert_eq!(values[num - 1], largest, "{dtype}");
+            Table { dtype, values, above, sign, nan, negative_zero }
+        };
+        let bf16_largest = (2.0 - 2f64.powi(-7)) * 2f64.powi(127);
+        vec![
+            make(DType::E4M3, -9, 8, 127, 448.0, 0x7E, 0x80, 0x7F, true),
+            make(DType::E5M2, -16, 4, 124, 57344.0, 0x7B, 0x80, 0x7F, true),
+            make(DType::E4M3Fnuz, -10, 8, 128, 240.0, 0x7F, 0x80, 0x80, false),
+            make(DType::E5M2Fnuz, -17, 4, 128, 57344.0, 0x7F, 0x80, 0x80, false),
+            make(DType::F16, -24, 1024, 0x7C00, 65504.0, 0x7C00, 0x8000, 0x7E00, true),
+            make(DType::BF16, -133, 128, 0x7F80, bf16_largest, 0x7F80, 0x8000, 0x7FC0, true),
+        ]
+    }
+
+    impl Table {
+        /// The nearest entry by search; of two equally near ones the even.
+        pub(crate) fn nearest(&self, x: f32) -> u32 {
+            if x.is_nan() {
+                return self.nan;
+            }
+            let magnitude = x.abs() as f64;
+            let last = self.values.len() - 1;
+            let upper = self.values.partition_point(|&v| v < magnitude);
+            let bits = if upper == 0 {
+                0
+            } else if upper <= last {
+                let middle = (self.values[upper - 1] + self.values[upper]) / 2.0; // exact: one bit more than the format has
+                match magnitude.total_cmp(&middle) {
+                    std::cmp::Ordering::Less => upper - 1,
+                    std::cmp::Ordering::Greater => upper,
+                    std::cmp::Ordering::Equal => upper - upper % 2,
+                }
+            } else {
+                let half_step = (self.values[last] - self.values[last - 1]) / 2.0;
+                if magnitude < self.values[last] + half_step { last } else { self.above as usize }
+            } as u32;
+            if bits == 0 && !self.negative_zero {
+                0
+            } else if x.is_sign_negative() {
+                self.sign | bits
+            } else {
+                bits
+            }
+        }
+
+        /// Every representable value and every tie, each with its two f32 neighbours, of both signs.
+        pub(crate) fn edges(&self) -> Vec<f32> {
+            let ties = self.values.windows(2).map(|w| (w[0] + w[1]) / 2.0);
+            let last = self.values.len() - 1;
+            let past = self.values[last] + (self.values[last] - self.values[last - 1]) / 2.0;
+            let points = self.values.iter().copied().chain(ties).chain([past, 2.0 * past]).map(|v| v as f32);
+            points.flat_map(|v| [v.next_down(), v, v.next_up()]).flat_map(|v| [v, -v]).collect()
+        }
+
+        /// Every value with its bits: finite ones of both signs, then infinities if the format has them, then the NaNs.
+        pub(crate) fn patterns(&self) -> Vec<(u32, f64)> {
+            (0..2 * self.sign)
+                .map(|bits| {
+                    let magnitude = (bits & (self.sign - 1)) as usize;
+                    let sign = if bits & self.sign != 0 { -1.0 } else { 1.0 };
+                    let infinite = matches!((self.dtype, magnitude), (DType::F16, 0x7C00) | (DType::BF16, 0x7F80) | (DType::E5M2, 0x7C));
+                    let nan = !self.negative_zero && bits == self.sign;
+                    let value = if nan || magnitude >= self.values.len() && !infinite {
+                        f64::NAN
+                    } else if infinite {
+                        f64::INFINITY
+                    } else {
+                        self.values[magnitude]
+                    };
+                    (bits, sign * value)
+                })
+                .collect()
+        }
+    }
+
+    /// All 65536 bf16 and f16 patterns as f32.
+    pub(crate) fn every_16_bit_value() -> Vec<f32> {
+        (0..=u16::MAX).flat_map(|b| [half::bf16::from_bits(b).to_f32(), half::f16::from_bits(b).to_f32()]).collect()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn narrow_is_the_nearest_entry_of_the_table() {
+        let all = table::every_16_bit_value();
+        for table in table::tables() {
+            let dtype = table.dtype;
+            for x in all.iter().copied().chain(table.edges()) {
+                let (got, want) = (narrow(dtype, x), table.nearest(x));
+                assert_eq!(got, want, "{dtype} of {x:e}: got {got:#x}, expected {want:#x}");
+            }
+        }
+    }
+
+    #[test]
+    fn widen_is_the_entry_of_the_table() {
+        for table in table::tables() {
+            for (bits, want) in table.patterns() {
+                let got = widen(table.dtype, bits) as f64;
+                assert!(got.to_bits() == want.to_bits() || got.is_nan() && want.is_nan(), "{} {bits:#x}: {got} is not {want}", table.dtype);
+            }
+        }
+        for bits in 0..0xFF {
+            // 2^(bits - 127) by repeated halving or doubling from 1 (spec: OCP MX 1.0).
+            let factor = if bits < 127 { 0.5f64 } else { 2.0 };
+            let want = (0..(bits as i32 - 127).abs()).fold(1.0f64, |v, _| v * factor);
+            assert_eq!(widen(DType::E8M0, bits) as f64, want, "e8m0 {bits:#x}");
+        }
+        assert!(widen(DType::E8M0, 0xFF).is_nan());
+    }
+
+    /// Other people's conversions: `half` for the 16-bit formats, `float8` for OCP fp8. `float8` keeps the sign of a NaN and `half` its payload.
+    #[test]
+    fn other_crates_agree() {
+        let edges = table::tables().iter().flat_map(|t| t.edges()).collect::<Vec<_>>();
+        for x in table::every_16_bit_value().into_iter().chain(edges).filter(|x| !x.is_nan()) {
+            assert_eq!(narrow(DType::E4M3, x), float8::F8E4M3::from_f32(x).to_bits() as u32, "e4m3 {x:e}");
+            assert_eq!(narrow(DType::E5M2, x), float8::F8E5M2::from_f32(x).to_bits() as u32, "e5m2 {x:e}");
+            assert_eq!(narrow(DType::F16, x), half::f16::from_f32(x).to_bits() as u32, "f16 {x:e}");
+            assert_eq!(narrow(DType::BF16, x), half::bf16::from_f32(x).to_bits() as u32, "bf16 {x:e}");
+        }
+    }
+}

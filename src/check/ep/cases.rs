@@ -201,7 +201,7 @@ pub fn dispatch_script(name: &str, config: Config, traffic: &Traffic, index: usi
     }
     steps.dispatch_and(0, 1, a, fit[0], Steps::drop_arrival);
     let name = format!("{name} {traffic:?}");
-    Script { name, world: traffic.world(), config, batches, steps: steps.steps, rows: Rows::BySlot, specials }
+    Script { name, world: traffic.world(), config, batches, steps: steps.steps, rows: Rows::BySlot, specials, delays: false }
 }
 
 /// Dispatch, combine, dispatch, combine, then the first routing replayed and combined; the forms of each follow from `index`.
@@ -221,7 +221,7 @@ pub fn combine_script(name: &str, config: Config, traffic: &Traffic, index: usiz
         steps.combine(arrival, form);
     }
     let name = format!("{name} {traffic:?}");
-    Script { name, world: traffic.world(), config, batches, steps: steps.steps, rows: Rows::BySlot, specials }
+    Script { name, world: traffic.world(), config, batches, steps: steps.steps, rows: Rows::BySlot, specials, delays: false }
 }
 
 /// The same in low-latency mode, with `expected_tokens` that choose its one-message form.

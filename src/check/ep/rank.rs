@@ -3,6 +3,7 @@
 use std::collections::{HashMap, VecDeque};
 use std::hash::{DefaultHasher, Hash, Hasher};
 use std::sync::Arc;
+use std::time::Duration;
 
 use super::arrival::{check_arrival, check_rows};
 use super::buffer::Matrix;
@@ -14,6 +15,7 @@ use crate::ops::combine::{self, ExpertRows};
 use crate::ops::dispatch::{self, Arrival, NumTokens, Outputs, Payload, Routing};
 use crate::oracle::compare;
 use crate::oracle::dispatch::Dispatched;
+use crate::random::SplitMix64;
 use crate::tensor::{DType, TensorView};
 
 /// Rows behind the last token of an input or output that may have such (arbitrary, above 1).
@@ -85,6 +87,10 @@ pub(super) fn run_rank(prepared: &Prepared, world: &World) -> Result<RankReport>
     };
     let mut faults = Vec::new();
     for (s, step) in script.steps.iter().enumerate() {
+        // One step in four, for longer than the other ranks need for several (arbitrary).
+        if script.delays && SplitMix64::stream(s as u64, walk.rank as u64).below(4) == 0 {
+            std::thread::sleep(Duration::from_millis(2));
+        }
         let mut step_faults = Vec::new();
         walk.step(s, step, &mut step_faults)?;
         faults.extend(step_faults.into_iter().map(|Failed(text)| format!("rank {}, step {s} ({step:?}): {text}", walk.rank)));

@@ -120,6 +120,8 @@ pub struct Script {
     pub rows: Rows,
     /// NaN, infinities and the like among the experts' rows.
     pub specials: bool,
+    /// Ranks sleep before some of their steps, each before others.
+    pub delays: bool,
 }
 
 /// What a combine reads and gives, by rank.

@@ -229,7 +229,7 @@ fn stage(call: &Call<'_>, routing: &Routing, payload: &CheckedPayload<'_>) {
         with_payload(shared, payload, t, |row, scales| {
             for (peer, arrival) in staged {
                 let at = message_offset(shared, epoch, shared.me(), arrival);
-                // SAFETY: this rank alone writes its messages; the peer read those of this parity before it posted epoch - 1 (step 1).
+                // SAFETY: this rank alone writes its messages; the peer read the last ones here before it posted epoch - 1 (step 1).
                 let message = unsafe { shared.ranks[peer].bytes.bytes_mut(at, plan.message_bytes) };
                 let (to, record) = message.split_at_mut(plan.row_bytes);
                 to.copy_from_slice(row);
@@ -245,7 +245,8 @@ fn stage(call: &Call<'_>, routing: &Routing, payload: &CheckedPayload<'_>) {
 /// Where message `arrival` of `sender` is in every rank's memory.
 pub(super) fn message_offset(shared: &Shared, epoch: u64, sender: usize, arrival: usize) -> usize {
     let plan = &shared.plan;
-    let index = ((epoch & 1) as usize * plan.world + sender) * plan.staged_rows + arrival;
+    let copy = epoch as usize % (shared.config.in_flight + 1);
+    let index = (copy * plan.world + sender) * plan.staged_rows + arrival;
     plan.regions.staging + index * plan.message_bytes
 }
 

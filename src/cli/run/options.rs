@@ -1,0 +1,228 @@
+//! The options of `moe run`, and what they come to.
+#![forbid(unsafe_code)]
+
+use std::path::PathBuf;
+use std::time::Duration;
+
+use clap::ValueEnum;
+use moe_kernels::ep::{self, MAX_RANKS, MAX_TOKENS};
+use moe_kernels::layer::{BlockConfig, Preset};
+use moe_kernels::routing::synthetic::Kind;
+use moe_kernels::{Backend, DType, Error, Result};
+
+/// Tokens of a run that does not say how many.
+pub const DEFAULT_TOKENS: usize = 2048;
+
+/// Bound of a rank's waits. Arbitrary: ranks that share a busy machine's cores wait for each other's experts, a minute and more in the largest models.
+const TIMEOUT: Duration = Duration::from_secs(600);
+
+/// Options of `moe run`.
+#[derive(Debug, Clone, clap::Args)]
+pub struct Arguments {
+    /// Model whose layer is run, with its true shape [default: the one that a trace names, else Qwen1.5-MoE-A2.7B]
+    #[arg(long, value_name = "PRESET")]
+    pub model: Option<String>,
+    /// Recorded routing: a file of JSON lines
+    #[arg(long, value_name = "FILE", conflicts_with = "routing")]
+    pub trace: Option<PathBuf>,
+    /// Routing without a trace: router (the layer's own), uniform, even, one, zipf:S (for example zipf:0.7)
+    #[arg(long, value_name = "KIND", default_value = "router")]
+    pub routing: String,
+    /// Layer to take from a trace of several
+    #[arg(long, value_name = "N", requires = "trace")]
+    pub trace_layer: Option<u32>,
+    /// Keep the rows that an engine's warm-up left in a trace
+    #[arg(long, requires = "trace")]
+    pub keep_warmup: bool,
+    /// Tokens of all ranks together [default: 2048, or the rows of a shorter trace]
+    #[arg(long, value_name = "N")]
+    pub tokens: Option<usize>,
+    /// Ranks: threads of this process, each with its own experts and tokens
+    #[arg(long, value_name = "R", default_value_t = 4)]
+    pub ranks: usize,
+    /// Where it runs: auto or cpu
+    #[arg(long, value_name = "NAME", default_value = "auto")]
+    pub backend: String,
+    /// How received rows are arranged [default: by-token, or by-expert with a --reduce that needs it]
+    #[arg(long)]
+    pub layout: Option<LayoutKind>,
+    /// Rows to a multiple of which a segment is padded (by-expert) [default: 1]
+    #[arg(long, value_name = "N")]
+    pub segment_align: Option<usize>,
+    /// Rows of each expert's segment (by-expert-fixed) [default: all tokens]
+    #[arg(long, value_name = "N")]
+    pub rows_per_expert: Option<usize>,
+    /// Where expert rows are summed
+    #[arg(long, value_enum, default_value_t = ReduceKind::Rank)]
+    pub reduce: ReduceKind,
+    /// Type of tokens and results: bf16, f16 or f32
+    #[arg(long, value_name = "TYPE", default_value = "bf16")]
+    pub dtype: String,
+    /// Type of the weights: bf16, f16, f32 or fp8 (e4m3 with a scale per 128 x 128) [default: that of the tokens]
+    #[arg(long, value_name = "TYPE")]
+    pub weights: Option<String>,
+    /// Protocol of dispatch and combine
+    #[arg(long, value_enum, default_value_t = ModeKind::Throughput)]
+    pub mode: ModeKind,
+    /// In which form rows travel back
+    #[arg(long, value_enum, default_value_t = WireKind::AsIs)]
+    pub wire: WireKind,
+    /// Measured iterations, after one that is not
+    #[arg(long, value_name = "N", default_value_t = 3)]
+    pub iterations: usize,
+    /// Tokens that are computed again and checked
+    #[arg(long, value_name = "N", default_value_t = 32)]
+    pub check_tokens: usize,
+    /// Seed of weights, tokens and synthetic routing
+    #[arg(long, value_name = "N", default_value_t = 1)]
+    pub seed: u64,
+    /// Write everything measured, and the environment, to this file
+    #[arg(long, value_name = "FILE")]
+    pub json: Option<PathBuf>,
+}
+
+/// Names of [`ep::Layout`].
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub enum LayoutKind {
+    /// One row per (token, rank)
+    #[value(name = "by-token")]
+    Token,
+    /// One row per (token, expert), grouped by expert
+    #[value(name = "by-expert")]
+    Expert,
+    /// The same, with room for a fixed number of rows per expert
+    #[value(name = "by-expert-fixed")]
+    ExpertFixed,
+}
+
+/// Names of [`ep::Reduce`].
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub enum ReduceKind {
+    /// Each rank sums a token's rows and rounds once
+    #[value(name = "at-rank")]
+    Rank,
+    /// The same, and the sum travels as f32
+    #[value(name = "at-rank-f32")]
+    RankF32,
+    /// Every row travels; the result does not depend on the number of ranks
+    #[value(name = "at-source")]
+    Source,
+}
+
+/// Names of [`ep::Mode`].
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub enum ModeKind {
+    /// Counts first, then rows
+    Throughput,
+    /// Few rows travel together with the counts
+    LowLatency,
+}
+
+/// Names of [`ep::Wire`].
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub enum WireKind {
+    /// As the experts wrote them
+    AsIs,
+    /// e4m3 without scales
+    Fp8Direct,
+    /// e4m3 with a scale per 128 elements
+    Fp8Block,
+}
+
+/// Where routes come from when there is no trace.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub enum Routing {
+    /// The layer's router.
+    Router,
+    /// Drawn from a seed.
+    Synthetic(Kind),
+}
+
+pub fn invalid(what: &str, got: impl ToString, want: impl ToString) -> Error {
+    Error::Invalid { op: "run", what: what.into(), got: got.to_string(), want: want.to_string() }
+}
+
+impl Arguments {
+    /// Fails for a number that no run can have, before anything is read.
+    pub fn check(&self) -> Result<()> {
+        let numbers = [
+            ("--ranks", self.ranks, MAX_RANKS),
+            ("--tokens", self.tokens.unwrap_or(1), MAX_TOKENS),
+            ("--check-tokens", self.check_tokens, MAX_TOKENS),
+            // Arbitrary: more than anybody waits for, and few enough that the samples stay small.
+            ("--iterations", self.iterations, 10_000),
+        ];
+        match numbers.into_iter().find(|&(_, got, most)| !(1..=most).contains(&got)) {
+            Some((what, got, most)) => Err(invalid(what, got, format!("1 to {most}"))),
+            None => Ok(()),
+        }
+    }
+
+    pub fn backend(&self) -> Result<Backend> {
+        Backend::from_name(&self.backend)
+    }
+
+    pub fn routing(&self) -> Result<Routing> {
+        match self.routing.as_str() {
+            "router" => Ok(Routing::Router),
+            kind => kind.parse().map(Routing::Synthetic).map_err(|_| {
+                invalid("--routing", format!("`{kind}`"), "router, uniform, even, one, or zipf:S with S from 0 to 10, for example zipf:0.7")
+            }),
+        }
+    }
+
+    /// The block of `preset` for `num_tokens` tokens of all ranks.
+    pub fn block(&self, preset: &Preset, num_tokens: usize) -> Result<BlockConfig> {
+        let experts = preset.shape.router.num_experts;
+        if self.ranks > experts {
+            return Err(invalid("--ranks", self.ranks, format!("at most the {experts} experts of {}", preset.name)));
+        }
+        let dtype = float("--dtype", &self.dtype)?;
+        let weight_dtype = match self.weights.as_deref() {
+            None => dtype,
+            Some("fp8" | "e4m3") => DType::E4M3,
+            Some(name) => float("--weights", name).map_err(|_| invalid("--weights", format!("`{name}`"), "bf16, f16, f32 or fp8"))?,
+        };
+        let layout = match self.layout {
+            Some(layout) => layout,
+            None if self.reduce == ReduceKind::Rank => LayoutKind::Token,
+            None => LayoutKind::Expert,
+        };
+        let layout = match (layout, self.segment_align, self.rows_per_expert) {
+            (LayoutKind::Token, None, None) => ep::Layout::ByToken,
+            (LayoutKind::Expert, align, None) => ep::Layout::ByExpert { segment_align: align.unwrap_or(1) },
+            (LayoutKind::ExpertFixed, None, rows) => ep::Layout::ByExpertFixed { rows_per_expert: rows.unwrap_or(num_tokens) },
+            (LayoutKind::Token | LayoutKind::ExpertFixed, Some(align), _) => {
+                return Err(invalid("--segment-align", align, "absent, unless the layout is by-expert"));
+            }
+            (_, _, Some(rows)) => return Err(invalid("--rows-per-expert", rows, "absent, unless the layout is by-expert-fixed")),
+        };
+        Ok(BlockConfig {
+            weight_dtype,
+            layout,
+            reduce: match self.reduce {
+                ReduceKind::Rank => ep::Reduce::AtRank,
+                ReduceKind::RankF32 => ep::Reduce::AtRankF32,
+                ReduceKind::Source => ep::Reduce::AtSource,
+            },
+            wire: match self.wire {
+                WireKind::AsIs => ep::Wire::AsIs,
+                WireKind::Fp8Direct => ep::Wire::Fp8Direct,
+                WireKind::Fp8Block => ep::Wire::Fp8Block,
+            },
+            mode: match self.mode {
+                ModeKind::Throughput => ep::Mode::Throughput,
+                ModeKind::LowLatency => ep::Mode::LowLatency,
+            },
+            timeout: TIMEOUT,
+            ..BlockConfig::new(preset.shape, dtype, num_tokens.div_ceil(self.ranks).max(1))
+        })
+    }
+}
+
+fn float(what: &str, name: &str) -> Result<DType> {
+    match name.parse() {
+        Ok(dtype) if DType::is_float(dtype) => Ok(dtype),
+        _ => Err(invalid(what, format!("`{name}`"), "bf16, f16 or f32")),
+    }
+}
