@@ -5,6 +5,7 @@ use moe_kernels::{Backend, check};
 
 mod bad_input;
 mod cast;
+mod checkpoint;
 mod cli;
 mod combine;
 mod dispatch;
@@ -21,6 +22,7 @@ fn main() {
     for module in [
         bad_input::trials,
         cast::trials,
+        checkpoint::trials,
         cli::trials,
         combine::trials,
         dispatch::trials,

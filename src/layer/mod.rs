@@ -1,6 +1,8 @@
 //! A whole MoE block: router, dispatch, experts, combine, shared expert.
 
 pub mod block;
+pub(crate) mod bytes;
+pub mod checkpoint;
 pub(crate) mod experts;
 pub mod memory;
 pub mod preset;
@@ -8,6 +10,7 @@ pub mod verify;
 pub mod weights;
 
 pub use block::{Block, BlockConfig, Report, RouteSource, Stage};
+pub use checkpoint::{Architecture, Checkpoint, Model, MoeLayer, TensorFile};
 pub use memory::{Memory, available_bytes};
 pub use preset::{PRESETS, Preset, Shape, TINY};
 pub use verify::{TokenCheck, Verifier};
