@@ -9,6 +9,7 @@ mod checkpoint;
 mod cli;
 mod combine;
 mod dispatch;
+mod equality;
 mod gate;
 mod hygiene;
 mod layer;
@@ -26,6 +27,7 @@ fn main() {
         cli::trials,
         combine::trials,
         dispatch::trials,
+        equality::trials,
         gate::trials,
         hygiene::trials,
         layer::trials,

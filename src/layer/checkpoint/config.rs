@@ -12,7 +12,7 @@ use super::json::{self, Json, quoted, wrong};
 use crate::error::{Error, Result};
 use crate::layer::Shape;
 use crate::layer::preset::WEIGHT_BLOCK;
-use crate::routing::{Family, Groups, RouterConfig};
+use crate::routing::{Family, Groups, KeptInF32, RouterConfig};
 use crate::tensor::DType;
 
 /// Longest config.json (arbitrary: a thousand times the usual; those of quantised models list every matrix).
@@ -106,7 +106,7 @@ pub struct Model {
     pub dtype: Option<DType>,
     /// Decoder layers, dense ones included; layers for the prediction of several tokens are not among them.
     pub num_layers: usize,
-    /// Shape and router of every MoE layer. Weights stay f32 here: how a framework rounds them is [`Architecture::has_f32_weights`].
+    /// Shape and router of every MoE layer, and what the model's own code does not round.
     pub shape: Shape,
     /// Intern-S2-Mobius: banks of experts; layer n uses bank n modulo this.
     pub num_banks: Option<usize>,
@@ -299,7 +299,13 @@ fn shape(architecture: Architecture, fields: &Fields<'_>) -> Result<Shape> {
         }
     };
     let shared_gate = shared_width > 0 && !architecture.is_deepseek();
-    Ok(Shape { hidden, expert_width, shared_width, shared_gate, router: RouterConfig::new(num_experts, k, family) })
+    let kept_in_f32 = match (architecture.has_f32_logits(), architecture.has_f32_weights()) {
+        (true, _) => KeptInF32::LogitsAndWeights,
+        (false, true) => KeptInF32::Weights,
+        (false, false) => KeptInF32::Nothing,
+    };
+    let router = RouterConfig { kept_in_f32, ..RouterConfig::new(num_experts, k, family) };
+    Ok(Shape { hidden, expert_width, shared_width, shared_gate, router })
 }
 
 fn dense(architecture: Architecture, fields: &Fields<'_>) -> Result<Dense> {
