@@ -11,6 +11,7 @@ mod combine;
 mod dispatch;
 mod equality;
 mod gate;
+mod golden;
 mod hygiene;
 mod layer;
 mod model;
@@ -29,6 +30,7 @@ fn main() {
         dispatch::trials,
         equality::trials,
         gate::trials,
+        golden::trials,
         hygiene::trials,
         layer::trials,
         model::trials,
