@@ -28,6 +28,7 @@ pub fn groups() -> Vec<Group> {
         Group::new(OP, "a row's bits do not depend on the rows beside it", independent_rows),
         Group::new(OP, "worlds agree with ByExpert and AtSource", worlds_agree),
         Group::new(OP, "layouts agree", layouts_agree),
+        Group::new(OP, "the routed sum is that of a layer without shared expert", routed_alone),
     ];
     let layouts = [
         ("ByToken", Layout::ByToken),
@@ -345,6 +346,39 @@ fn layouts_agree(backend: &Backend) -> Result<usize, Failed> {
             compare::equal(&format!("{layout:?}, {rounding:?}, world of {world}"), DType::BF16, &[MAX_TOKENS, shape.hidden], &got, &want)?;
             num_cases += 1;
         }
+    }
+    Ok(num_cases)
+}
+
+/// The shared expert's weights are made of streams of their own, so that a layer without it has the same others.
+fn routed_alone(backend: &Backend) -> Result<usize, Failed> {
+    let mut num_cases = 0;
+    let shape = Shape { hidden: 72, expert_width: 48, shared_width: 24, shared_gate: true, router: softmax(12, 5) };
+    let ids: Vec<_> = (0..12).map(Expert).collect();
+    let dims = [MAX_TOKENS, shape.hidden];
+    let x = tokens_from_seed(backend, shape.hidden, DType::BF16, SEED, 0, MAX_TOKENS)?;
+    for rounding in ROUNDINGS {
+        let run = |shape: Shape, routed_only: bool| -> Result<Guarded, Failed> {
+            let world = World::threads(backend, 1)?.remove(0);
+            let common = Arc::new(CommonWeights::from_seed(backend, &shape, DType::BF16, SEED)?);
+            let experts = Arc::new(ExpertWeights::from_seed(backend, &shape, DType::BF16, SEED, &ids)?);
+            let config = BlockConfig { rounding, ..BlockConfig::new(shape, DType::BF16, MAX_TOKENS) };
+            let mut block = Block::new(&world, config, common, experts)?;
+            let mut out = Guarded::new(x.len());
+            let x = TensorView::from_bytes(&x, DType::BF16, &dims)?;
+            let view = TensorViewMut::from_bytes(out.bytes_mut(), DType::BF16, &dims)?;
+            match routed_only {
+                true => block.forward_routed(&x, RouteSource::Router, view)?,
+                false => block.forward(&x, RouteSource::Router, view)?,
+            };
+            out.check("result of a block")?;
+            Ok(out)
+        };
+        let without = run(Shape { shared_width: 0, shared_gate: false, ..shape }, false)?;
+        let (routed, whole) = (run(shape, true)?, run(shape, false)?);
+        compare::equal(&format!("{rounding:?}"), DType::BF16, &dims, routed.bytes(), without.bytes())?;
+        ensure!(whole.bytes() != routed.bytes(), "{rounding:?}: the shared expert adds nothing");
+        num_cases += 1;
     }
     Ok(num_cases)
 }
