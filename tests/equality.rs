@@ -13,10 +13,11 @@ use moe_kernels::{Backend, DType, Error, Expert, TensorView, TensorViewMut};
 const MODELS: [&str; 4] = ["qwen2_moe", "qwen3_moe", "deepseek_v3", "mixtral"];
 
 type Outcome = Result<(), Failed>;
+type Test = fn(&Sample) -> Outcome;
 
 /// Every trial of this module.
 pub fn trials() -> Vec<Trial> {
-    let all: [(&str, fn(&Sample) -> Outcome); 6] = [
+    let all: [(&str, Test); 6] = [
         ("router", router),
         ("f32", f32_run),
         ("bf16 framework", framework),
@@ -24,7 +25,7 @@ pub fn trials() -> Vec<Trial> {
         ("by token", by_token),
         ("ranks and rows at a time", independence),
     ];
-    let trial = |(name, test): (&str, fn(&Sample) -> Outcome), model: &'static str| {
+    let trial = |(name, test): (&str, Test), model: &'static str| {
         Trial::test(format!("equality::{model}, {name}"), move || test(&Sample::open(model)?))
     };
     all.into_iter().flat_map(|named| MODELS.map(|model| trial(named, model))).collect()

@@ -145,6 +145,9 @@ fn wrong_is_found() -> Outcome {
     ensure(found.iter().all(is_found), || format!("renormalised: {found:#?}"))
 }
 
+/// A change, and the words of the error that it must lead to.
+type Broken = (Box<dyn Fn(&mut Tensors)>, &'static [&'static str]);
+
 fn broken_files() -> Outcome {
     let layer = layer("mixtral")?;
     let as_type = |name: &'static str, dtype: Dtype| move |t: &mut Tensors| t.get_mut(name).expect("is there").0 = dtype;
@@ -157,7 +160,7 @@ fn broken_files() -> Outcome {
             t.remove(name).expect("is there");
         }
     };
-    let cases: Vec<(Box<dyn Fn(&mut Tensors)>, &[&str])> = vec![
+    let cases: Vec<Broken> = vec![
         (Box::new(|t: &mut Tensors| t.retain(|name, _| !name.ends_with(".input"))), &["<run>.input"]),
         (Box::new(without("f32.output")), &["f32.output", "missing"]),
         (Box::new(without("bf16.experts.0")), &["bf16.experts.0", "missing"]),

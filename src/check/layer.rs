@@ -144,10 +144,18 @@ fn independent_rows(backend: &Backend) -> Result<usize, Failed> {
 /// Most tokens of a rank in these checks.
 const MAX_TOKENS: usize = 12;
 
+/// What one rank had and got.
+struct RankRun {
+    x: Vec<u8>,
+    routes: Routes,
+    logits: Vec<f32>,
+    out: Vec<u8>,
+    report: Report,
+}
+
 /// One run of a block over a world.
 struct Run {
-    /// By rank: tokens, routes, logits, results, report.
-    ranks: Vec<(Vec<u8>, Routes, Vec<f32>, Vec<u8>, Report)>,
+    ranks: Vec<RankRun>,
     common: Arc<CommonWeights>,
     experts: Vec<ExpertWeights>,
 }
@@ -186,7 +194,7 @@ fn run(backend: &Backend, config: &BlockConfig, counts: &[usize], given: Option<
     for rank in ranks {
         let (x, routes, logits, out, report) = rank?;
         out.check("result of a block")?;
-        all.push((x, routes, logits, out.bytes().to_vec(), report));
+        all.push(RankRun { x, routes, logits, out: out.bytes().to_vec(), report });
     }
     let mut experts = Vec::new();
     for rank in 0..world_size {
@@ -201,7 +209,7 @@ fn check_run(backend: &Backend, config: &BlockConfig, run: &Run, what: &str) -> 
     let verifier = Verifier::new(backend, config, &run.common, &run.experts)?;
     let row_bytes = config.shape.hidden * config.dtype.size();
     let mut num_tokens = 0;
-    for (rank, (x, routes, _, out, _)) in run.ranks.iter().enumerate() {
+    for (rank, RankRun { x, routes, out, .. }) in run.ranks.iter().enumerate() {
         for (token, (x, got)) in x.chunks_exact(row_bytes).zip(out.chunks_exact(row_bytes)).enumerate() {
             let what = format!("{what}: token {token} of rank {rank}");
             let (ids, weights) = (routes.idx_of(token), routes.weights_of(token));
@@ -216,8 +224,8 @@ fn check_run(backend: &Backend, config: &BlockConfig, run: &Run, what: &str) -> 
             num_tokens += 1;
         }
     }
-    let want = verifier.num_rows_per_expert(run.ranks.iter().map(|r| &r.1));
-    let got: Vec<u32> = run.ranks.iter().flat_map(|r| r.4.num_rows_per_expert.iter().copied()).collect();
+    let want = verifier.num_rows_per_expert(run.ranks.iter().map(|r| &r.routes));
+    let got: Vec<u32> = run.ranks.iter().flat_map(|r| r.report.num_rows_per_expert.iter().copied()).collect();
     ensure!(got == want, "{what}: rows per expert {got:?}, the routes say {want:?}");
     Ok(num_tokens)
 }
@@ -286,7 +294,7 @@ fn blocks(backend: &Backend, layout: Layout, world: usize) -> Result<usize, Fail
 fn check_routes(config: &BlockConfig, run: &Run) -> Result<(), Failed> {
     let row_bytes = config.shape.hidden * config.dtype.size();
     let num_experts = config.shape.router.num_experts;
-    for (x, routes, got_logits, _, _) in &run.ranks {
+    for RankRun { x, routes, logits: got_logits, .. } in &run.ranks {
         ensure!(got_logits.len() == routes.num_tokens * num_experts, "{} logits of {} tokens", got_logits.len(), routes.num_tokens);
         for (token, x) in x.chunks_exact(row_bytes).enumerate() {
             let (ids, weights, logits) = oracle::route(Sums::Blocks, config, &run.common, &float::values(config.dtype, x));
@@ -303,7 +311,7 @@ fn check_routes(config: &BlockConfig, run: &Run) -> Result<(), Failed> {
 /// One batch of tokens, over all ranks.
 fn results(backend: &Backend, config: &BlockConfig, world: usize) -> Result<Vec<u8>, Failed> {
     let counts: Vec<usize> = (0..world).map(|rank| MAX_TOKENS / world + usize::from(rank < MAX_TOKENS % world)).collect();
-    Ok(run(backend, config, &counts, None)?.ranks.into_iter().flat_map(|(_, _, _, out, _)| out).collect())
+    Ok(run(backend, config, &counts, None)?.ranks.into_iter().flat_map(|rank| rank.out).collect())
 }
 
 fn worlds_agree(backend: &Backend) -> Result<usize, Failed> {
