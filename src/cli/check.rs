@@ -95,7 +95,7 @@ mod tests {
         let bad = || Group::new("op", "bad", |_| Err(Failed("case 7:\nwrong".into())));
         let empty = || Group::new("op", "empty", |_| Ok(0));
         for (groups, want) in [(vec![good(), good()], true), (vec![bad(), good()], false), (vec![good(), empty()], false)] {
-            assert_eq!(run(&groups, &Backend::cpu(), &mut Output::new()), Ok(want));
+            assert_eq!(run(&groups, &Backend::cpu(), &mut Output::closed()), Ok(want));
         }
     }
 

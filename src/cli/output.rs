@@ -29,6 +29,12 @@ impl Output {
         Output { closed: false, is_terminal: io::stdout().is_terminal() }
     }
 
+    /// Nothing is printed: for tests.
+    #[cfg(test)]
+    pub fn closed() -> Self {
+        Output { closed: true, is_terminal: false }
+    }
+
     /// `true` when only plain ASCII characters should be drawn.
     pub fn is_plain(&self) -> bool {
         !self.is_terminal

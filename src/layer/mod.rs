@@ -13,7 +13,7 @@ pub mod weights;
 pub use block::{Block, BlockConfig, Report, RouteSource, Stage};
 pub use checkpoint::{Architecture, Checkpoint, Model, MoeLayer, TensorFile};
 pub use golden::{Comparison, Distance, Golden, Recording};
-pub use memory::{Memory, available_bytes};
+pub use memory::Memory;
 pub use preset::{PRESETS, Preset, Shape, TINY};
 pub use verify::{TokenCheck, Verifier};
 pub use weights::{CommonWeights, ExpertWeights, Matrix, Mlp, tokens_from_seed};

@@ -7,7 +7,7 @@ use std::time::{SystemTime, UNIX_EPOCH};
 use std::{env, fs};
 
 use crate::cpu::Level;
-use crate::layer::available_bytes;
+use crate::measure::available_bytes;
 
 /// What a measurement needs beside its figures to be compared with another one. Whatever the system does not tell is empty, `None` or 0.
 #[derive(Debug, Clone, PartialEq, Eq, serde::Serialize)]

@@ -2,10 +2,12 @@
 #![forbid(unsafe_code)]
 
 pub mod environment;
+mod memory;
 mod pairs;
 pub mod report;
 mod statistics;
 
 pub use environment::Environment;
+pub use memory::available_bytes;
 pub use pairs::{Pairs, interleaved};
 pub use statistics::Statistics;

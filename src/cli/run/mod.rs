@@ -48,7 +48,7 @@ pub fn run(arguments: &Arguments, output: &mut Output) -> Result<bool> {
     let weights = Weights::new(&backend, &config, &source.model, arguments.ranks, arguments.seed)?;
     let runs = execute(&backend, &config, &weights, &source, arguments.iterations, arguments.seed)?;
     let load = Load::new(&all_routes(&runs, job.k), &placement);
-    let verdict = verify(&backend, &config, &weights, &source, &runs, &placement, &load, arguments.check_tokens)?;
+    let verdict = verify(&backend, &config, &weights, &source, &runs, &load, arguments.check_tokens)?;
 
     let (stages, total) = stages(&runs);
     let mut notes = source.notes;
@@ -139,7 +139,7 @@ mod tests {
         fn verdict(&self) -> Verdict {
             let placement = self.config.ep().placement(3).unwrap();
             let load = Load::new(&all_routes(&self.runs, self.config.shape.router.k), &placement);
-            verify(&self.backend, &self.config, &self.weights, &self.source, &self.runs, &placement, &load, 24).unwrap()
+            verify(&self.backend, &self.config, &self.weights, &self.source, &self.runs, &load, 24).unwrap()
         }
 
         /// The verdict is wrong and names `part`.

@@ -47,7 +47,6 @@ pub fn verify(
     weights: &Weights,
     source: &Source,
     runs: &[RankRun],
-    placement: &Placement,
     load: &Load,
     num_samples: usize,
 ) -> Result<Verdict> {
@@ -91,7 +90,7 @@ pub fn verify(
             problems.push(format!("rank {rank}: the routes are not those that were given"));
         }
     }
-    let num_counts = compare_counts(config, runs, placement, load, &verifier, &mut problems);
+    let num_counts = compare_counts(config, runs, &config.ep().placement(runs.len())?, load, &verifier, &mut problems);
     for (rank, _) in runs.iter().enumerate().filter(|(_, run)| !run.is_repeatable) {
         problems.push(format!("rank {rank}: iterations differ"));
     }

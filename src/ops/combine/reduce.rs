@@ -1,10 +1,14 @@
 //! Sums of rows: f32, in the order given, one rounding at the end.
 
-use crate::cpu::copy::{Store, copy};
+use crate::cpu::copy::{Store, copy, prefetch};
 use crate::cpu::quantize::quantize_row;
-use crate::cpu::{Level, convert};
+use crate::cpu::{Level, convert, float};
 use crate::ep::{Quantize, SCALE_BLOCK, Wire};
 use crate::tensor::DType;
+
+/// How far ahead of the sum its rows are asked for. Measured on Zen 4, 2 cores, `cargo bench --bench cpu`, 2026-11-30: dispatch + combine reach 0.97
+/// of memcpy with 512 or 1024, 0.91 without: the hardware's own prefetch stops at each page.
+const PREFETCH_BYTES: usize = 512;
 
 /// How a row's bytes are read.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -120,22 +124,46 @@ fn sum_avx2(form: Form, terms: &[Term<'_>], hidden: usize, block: usize, sum: &m
 
 #[inline(always)]
 fn sum_body(form: Form, terms: &[Term<'_>], hidden: usize, block: usize, sum: &mut [f32]) {
+    let of_two = |b: [u8; 2]| u16::from_le_bytes(b);
+    match form {
+        Form::Plain(DType::BF16) => add_terms(terms, block, sum, |b| float::f32_from_bf16(of_two(b)), |_| None),
+        Form::Plain(DType::F16) => add_terms(terms, block, sum, |b| float::f32_from_f16(of_two(b)), |_| None),
+        Form::Plain(DType::F32) => add_terms(terms, block, sum, f32::from_le_bytes, |_| None),
+        Form::Plain(_) => add_terms(terms, block, sum, |[b]| float::f32_from_e4m3(b), |_| None),
+        Form::Block => add_terms(
+            terms,
+            block,
+            sum,
+            |[b]| float::f32_from_e4m3(b),
+            |row| {
+                let scale = &row[hidden.next_multiple_of(4) + 4 * block..][..4];
+                Some(f32::from_le_bytes([scale[0], scale[1], scale[2], scale[3]]))
+            },
+        ),
+    }
+}
+
+/// Adds block `block` of every term. Elements have SIZE bytes; `widen` reads one, and a row may have a scale for the block.
+#[inline(always)]
+fn add_terms<const SIZE: usize>(
+    terms: &[Term<'_>],
+    block: usize,
+    sum: &mut [f32],
+    widen: impl Fn([u8; SIZE]) -> f32,
+    scale: impl Fn(&[u8]) -> Option<f32>,
+) {
+    let at = block * SCALE_BLOCK * SIZE;
     for (i, term) in terms.iter().enumerate() {
-        let mut values = [0f32; SCALE_BLOCK];
-        let values = &mut values[..sum.len()];
-        let dtype = if let Form::Plain(dtype) = form { dtype } else { DType::E4M3 };
-        let at = block * SCALE_BLOCK * dtype.size();
-        convert::widen_loops(dtype, &term.row[at..][..values.len() * dtype.size()], values);
-        if form == Form::Block {
-            let scale = &term.row[hidden.next_multiple_of(4) + 4 * block..][..4];
-            let scale = f32::from_le_bytes([scale[0], scale[1], scale[2], scale[3]]);
-            values.iter_mut().for_each(|v| *v *= scale);
-        }
-        match (i, term.weight) {
-            (0, None) => sum.copy_from_slice(values),
-            (0, Some(w)) => sum.iter_mut().zip(values).for_each(|(s, v)| *s = w * *v),
-            (_, None) => sum.iter_mut().zip(values).for_each(|(s, v)| *s += *v),
-            (_, Some(w)) => sum.iter_mut().zip(values).for_each(|(s, v)| *s = w.mul_add(*v, *s)),
+        prefetch(term.row, at + PREFETCH_BYTES, SCALE_BLOCK * SIZE);
+        let (values, _) = term.row[at..][..sum.len() * SIZE].as_chunks::<SIZE>();
+        let pairs = sum.iter_mut().zip(values);
+        let scaled = |v: &[u8; SIZE], scale: Option<f32>| scale.map_or(widen(*v), |scale| widen(*v) * scale);
+        match (i, term.weight, scale(term.row)) {
+            (0, None, scale) => pairs.for_each(|(s, v)| *s = scaled(v, scale)),
+            (0, Some(w), scale) => pairs.for_each(|(s, v)| *s = w * scaled(v, scale)),
+            (_, None, None) => pairs.for_each(|(s, v)| *s += widen(*v)),
+            (_, None, scale) => pairs.for_each(|(s, v)| *s += scaled(v, scale)),
+            (_, Some(w), scale) => pairs.for_each(|(s, v)| *s = w.mul_add(scaled(v, scale), *s)),
         }
     }
 }
