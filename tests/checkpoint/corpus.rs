@@ -46,7 +46,10 @@ const PIECES: [&[u8]; 20] = [
     b"../",
 ];
 
-fn mutations(corpus: &str, check: fn(&[u8]) -> Result<Result<(), String>, Error>) -> Result<(), Failed> {
+/// What a reader made of a file: refused, or accepted and well formed or not.
+type Checked = Result<Result<(), String>, Error>;
+
+fn mutations(corpus: &str, check: fn(&[u8]) -> Checked) -> Result<(), Failed> {
     let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("fuzz/corpus").join(corpus);
     let mut files: Vec<PathBuf> = std::fs::read_dir(&folder)?.map(|entry| Ok(entry?.path())).collect::<Result<_, std::io::Error>>()?;
     files.sort(); // the order of a folder is no order, and the seeds follow it
@@ -103,14 +106,14 @@ fn mutate(bytes: &mut Vec<u8>, random: &mut SplitMix64) {
     }
 }
 
-fn config(bytes: &[u8]) -> Result<Result<(), String>, Error> {
+fn config(bytes: &[u8]) -> Checked {
     let model = Model::parse(bytes, "config".as_ref())?;
     let num_moe = model.moe_layers().take(100).count();
     let is_good = model.shape.check().is_ok() && num_moe <= model.num_layers && !model.is_moe(model.num_layers);
     Ok(if is_good { Ok(()) } else { Err(format!("accepted {model:?}")) })
 }
 
-fn header(bytes: &[u8]) -> Result<Result<(), String>, Error> {
+fn header(bytes: &[u8]) -> Checked {
     let ranges = Header::parse(bytes, "header".as_ref())?.ranges();
     // One after the other up to the end of the file.
     let ends = ranges.windows(2).all(|pair| pair[0].1.end == pair[1].1.start) && ranges.iter().all(|(_, range)| range.start <= range.end);
@@ -118,7 +121,7 @@ fn header(bytes: &[u8]) -> Result<Result<(), String>, Error> {
     Ok(if ends && last == bytes.len() { Ok(()) } else { Err(format!("accepted {ranges:?} of {} bytes", bytes.len())) })
 }
 
-fn index(bytes: &[u8]) -> Result<Result<(), String>, Error> {
+fn index(bytes: &[u8]) -> Checked {
     let index = Index::parse(bytes, "index".as_ref())?;
     let is_good = |file: &str| {
         file.ends_with(".safetensors") && !file.starts_with('/') && !file.split('/').any(|part| part == ".." || part.is_empty())
