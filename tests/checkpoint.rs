@@ -6,14 +6,19 @@ use libtest_mimic::{Failed, Trial};
 use moe_kernels::layer::Checkpoint;
 use moe_kernels::{Error, Expert};
 
+mod config;
+mod corpus;
+mod hostile;
 mod samples;
+mod variants;
+mod write;
 
 /// The recorded models, as transformers saved them.
 const SAMPLES: [&str; 4] = ["qwen2_moe", "qwen3_moe", "deepseek_v3", "mixtral"];
 
 /// Every trial of this module.
 pub fn trials() -> Vec<Trial> {
-    [samples::trials].iter().flat_map(|trials| trials()).collect()
+    [config::trials, corpus::trials, hostile::trials, samples::trials, variants::trials].iter().flat_map(|trials| trials()).collect()
 }
 
 fn folder(sample: &str) -> PathBuf {

@@ -70,7 +70,7 @@ impl Architecture {
 
     /// From a class such as `Qwen3MoeForCausalLM`.
     fn from_class(name: &str) -> Option<Self> {
-        let is_class = |rest: &str| rest == "Model" || rest.starts_with("For");
+        let is_class = |rest: &str| rest == "Model" || rest.strip_prefix("For").is_some_and(|task| task.starts_with(char::is_uppercase));
         KNOWN.iter().find(|known| name.strip_prefix(known.2).is_some_and(is_class)).map(|known| known.0)
     }
 
@@ -124,7 +124,7 @@ enum Dense {
         num: usize,
         step: usize,
     },
-    /// Qwen: those listed, and those whose number counted from 1 is no multiple of the step.
+    /// Qwen: those listed (sorted here), and those whose number counted from 1 is no multiple of the step.
     Listed {
         layers: Vec<usize>,
         step: usize,
@@ -189,7 +189,7 @@ impl Model {
             && match &self.dense {
                 Dense::None => true,
                 Dense::First { num, step } => n >= *num && n.is_multiple_of(*step),
-                Dense::Listed { layers, step } => (n + 1).is_multiple_of(*step) && !layers.contains(&n),
+                Dense::Listed { layers, step } => (n + 1).is_multiple_of(*step) && layers.binary_search(&n).is_err(),
             }
     }
 
@@ -311,10 +311,11 @@ fn shape(architecture: Architecture, fields: &Fields<'_>) -> Result<Shape> {
 fn dense(architecture: Architecture, fields: &Fields<'_>) -> Result<Dense> {
     use Architecture as A;
     Ok(match architecture {
-        A::Qwen2Moe | A::Qwen3Moe | A::Qwen3Next => Dense::Listed {
-            layers: fields.list("mlp_only_layers")?.unwrap_or_default(),
-            step: fields.size_or("decoder_sparse_step", 1..=MAX_SIZE, 1)?,
-        },
+        A::Qwen2Moe | A::Qwen3Moe | A::Qwen3Next => {
+            let mut layers = fields.list("mlp_only_layers")?.unwrap_or_default();
+            layers.sort_unstable();
+            Dense::Listed { layers, step: fields.size_or("decoder_sparse_step", 1..=MAX_SIZE, 1)? }
+        }
         A::DeepSeekV2 | A::DeepSeekV3 => Dense::First {
             num: fields.size_or("first_k_dense_replace", 0..=MAX_SIZE, if architecture == A::DeepSeekV3 { 3 } else { 0 })?,
             step: fields.size_or("moe_layer_freq", 1..=MAX_SIZE, 1)?,
