@@ -5,7 +5,7 @@ use std::collections::HashMap;
 use libtest_mimic::{Failed, Trial};
 use moe_kernels::ep::World;
 use moe_kernels::layer::{Architecture, Block, BlockConfig, Checkpoint, MoeLayer, RouteSource, Shape, TensorFile};
-use moe_kernels::routing::{Family, Groups, RouterConfig};
+use moe_kernels::routing::{Family, Groups, KeptInF32, RouterConfig};
 use moe_kernels::{Backend, DType, Expert, TensorView, TensorViewMut};
 use safetensors::SafeTensors;
 
@@ -26,7 +26,7 @@ fn models() -> Result<(), Failed> {
     let shape = |shared_width, shared_gate, router| Shape { hidden: 128, expert_width: 64, shared_width, shared_gate, router };
     let groups = Groups { num_groups: 4, topk_groups: 2 };
     let deepseek = RouterConfig::new(16, 4, Family::DeepSeekV3 { groups, renormalize: true, scale: 2.5 });
-    let mixtral = RouterConfig::new(8, 2, Family::Softmax { renormalize: true });
+    let mixtral = RouterConfig { kept_in_f32: KeptInF32::Weights, ..RouterConfig::new(8, 2, Family::Softmax { renormalize: true }) };
     let want = [
         (Architecture::Qwen2Moe, shape(192, true, plain(false))),
         (Architecture::Qwen3Moe, shape(0, false, plain(true))),
