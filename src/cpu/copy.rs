@@ -1,6 +1,7 @@
 //! Copies of rows that are not read again soon: streaming stores leave the caches to what is.
 
 use super::Level;
+#[cfg(target_arch = "x86_64")]
 use super::level::Isa;
 
 /// Bytes that one call writes above which streaming stores win: below, the reader finds the rows in the cache (derived: half of a 32 MiB

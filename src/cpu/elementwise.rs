@@ -4,6 +4,7 @@
 use super::Level;
 use super::convert;
 use super::float;
+#[cfg(target_arch = "x86_64")]
 use super::level::Isa;
 use crate::random::SplitMix64;
 use crate::tensor::DType;

@@ -8,5 +8,6 @@ pub(crate) mod gemm;
 pub(crate) mod level;
 pub(crate) mod quantize;
 
+#[cfg(target_arch = "x86_64")]
 pub(crate) use level::Isa;
 pub use level::Level;

@@ -1,6 +1,7 @@
 //! Rows to e4m3 with one scale per block of 128, as dispatch and the fp8 wire of combine do it (DESIGN 3.2).
 
 use super::Level;
+#[cfg(target_arch = "x86_64")]
 use super::level::Isa;
 use super::{convert, float};
 use crate::ep::{Quantize, SCALE_BLOCK};

@@ -98,6 +98,7 @@ pub(super) fn to_wire(level: Level, wire: Wire, dtype: DType, row: &[u8], hidden
 }
 
 fn sum_block(level: Level, form: Form, terms: &[Term<'_>], hidden: usize, block: usize, sum: &mut [f32]) {
+    #[cfg(target_arch = "x86_64")]
     use crate::cpu::Isa;
     match level.0 {
         // SAFETY: a Level is only made after the features of its instruction set were detected.

@@ -8,6 +8,7 @@ use std::cell::RefCell;
 
 use super::{Args, Scores};
 use crate::backend::Cpu;
+#[cfg(target_arch = "x86_64")]
 use crate::cpu::level::Isa;
 use crate::cpu::{Level, convert, float};
 use crate::routing::routes::MAX_K;
