@@ -18,7 +18,7 @@ const PROGRAM: Option<&str> = option_env!("CARGO_BIN_EXE_moe");
 
 /// Every trial of this module.
 pub fn trials() -> Vec<Trial> {
-    let all: [(&str, Test); 17] = [
+    let all: [(&str, Test); 21] = [
         ("info", info),
         ("info_as_json", info_as_json),
         ("closed_pipe", closed_pipe),
@@ -36,6 +36,10 @@ pub fn trials() -> Vec<Trial> {
         ("trace_bad_line", trace_bad_line),
         ("trace_of_another_model", trace_of_another_model),
         ("too_little_memory", too_little_memory),
+        ("golden", golden),
+        ("golden_of_another_model", golden_of_another_model),
+        ("checkpoint_without_golden", checkpoint_without_golden),
+        ("checkpoint_bad_options", checkpoint_bad_options),
     ];
     all.into_iter().map(|(name, test)| Trial::test(format!("cli::{name}"), test).with_ignored_flag(PROGRAM.is_none())).collect()
 }
@@ -372,4 +376,89 @@ fn too_little_memory() -> Outcome {
     let ran = moe(words("--model DeepSeek-V3"))?;
     let need = moe_kernels::measure::report::count(need);
     ran.refused(&[&format!("({need} bytes)"), "available are", "GiB", "fp8"])
+}
+
+fn sample(model: &str) -> String {
+    format!("{}/tests/vectors/checkpoints/{model}", env!("CARGO_MANIFEST_DIR"))
+}
+
+fn golden() -> Outcome {
+    for model in ["qwen2_moe", "qwen3_moe", "deepseek_v3", "mixtral"] {
+        for options in ["", "--ranks 1", "--layout by-token --ranks 3", "--layout by-expert-fixed", "--reduce at-rank-f32"] {
+            let folder = tempfile::tempdir()?;
+            let json = folder.path().join("golden.json");
+            let json = json.to_str().ok_or("a path that is not UTF-8")?;
+            let dir = sample(model);
+            let ran = moe(["run", "--checkpoint", &dir, "--layer", "1", "--json", json].into_iter().chain(words(options)))?;
+            ran.ended(0)?;
+            has(model, &ran.stdout, &[model, "layer 1", "golden_layer1", "f32", "bf16", "framework", "fused", "verdict right"])?;
+            let record: Value = serde_json::from_slice(&fs::read(json)?)?;
+            let comparisons = record["comparisons"].as_array().ok_or("no comparisons")?;
+            same("comparisons", comparisons.len(), 4)?;
+            let has_error = |c: &Value| c["output"]["error"].is_f64() && c["routed"]["bound"].is_f64() && c["num_wrong_ids"] == 0;
+            same(model, comparisons.iter().all(has_error) && record["is_right"] == true, true)?;
+            let is_at_source = record["job"]["reduce"] == "at-source";
+            same(options, is_at_source, matches!(options, "" | "--ranks 1" | "--layout by-expert-fixed"))?;
+        }
+    }
+    Ok(())
+}
+
+fn golden_of_another_model() -> Outcome {
+    // The same sizes, other weights.
+    let (dir, other) = (sample("qwen3_moe"), sample("qwen2_moe"));
+    let ran = moe(["run", "--checkpoint", &dir, "--layer", "1", "--golden", &format!("{other}/golden_layer1.safetensors")])?;
+    let Ran { status, stdout, .. } = &ran;
+    same("status", *status, Some(1))?;
+    has("run", stdout, &["wrong f32, framework: 48 tokens have other experts", "routed sum: error", "verdict WRONG"])?;
+    // Other sizes.
+    let dir = sample("mixtral");
+    moe(["run", "--checkpoint", &dir, "--layer", "1", "--golden", &format!("{other}/golden_layer1.safetensors")])?.refused(&[
+        "golden_layer1.safetensors",
+        "f32.gate.0",
+        "[48, 16]",
+        "[48, 8]",
+    ])
+}
+
+fn checkpoint_without_golden() -> Outcome {
+    let folder = tempfile::tempdir()?;
+    let path = folder.path().join("trace.jsonl");
+    let trace = path.to_str().ok_or("a path that is not UTF-8")?;
+    tiny_trace(&path, "", 0, 40)?;
+    let dir = sample("qwen2_moe");
+    for (options, parts) in [
+        // The first MoE layer, which has no recording; its weights, seeded tokens.
+        ("--iterations 1", &["layer 0", "2,048 of bf16", "the layer's router"][..]),
+        ("--layer 1 --tokens 33 --rounding framework", &["layer 1", "33 of bf16", "rounding framework"]),
+        ("--layer 1 --tokens 33 --dtype f16 --reduce at-source --rounding framework", &["33 of f16", "weights bf16"]),
+        ("--layer 1 --routing zipf:0.7 --iterations 1", &["zipf:0.7"]),
+        (&format!("--layer 1 --trace {trace}"), &["recorded", "40 of bf16"]),
+    ] {
+        let ran = moe(["run", "--checkpoint", &dir].into_iter().chain(words(options)))?;
+        ran.ended(0)?;
+        has(options, &ran.stdout, parts)?;
+        has(options, &ran.stdout, &["qwen2_moe", "0 wrong", "verdict right"])?;
+    }
+    Ok(())
+}
+
+fn checkpoint_bad_options() -> Outcome {
+    let dir = sample("mixtral");
+    for (options, parts) in [
+        ("--layer 2", &["layer", "2", "less than 2"][..]),
+        ("--layer 1 --ranks 9", &["--ranks", "9", "8 experts"]),
+        ("--layer 1 --golden x --tokens 3", &["--golden", "--tokens"]),
+        ("--layer 1 --golden x --routing one", &["--golden", "--routing"]),
+        ("--layer 1 --golden no/such/file", &["no/such/file"]),
+    ] {
+        moe(["run", "--checkpoint", &dir].into_iter().chain(words(options)))?
+            .refused(parts)
+            .map_err(|failed| format!("{options}: {}", failed.message().unwrap_or_default()))?;
+    }
+    moe(["run", "--checkpoint", "no/such/folder"])?.refused(&["no/such/folder"])?;
+    for line in ["--layer 1", "--golden x", &format!("--checkpoint {dir} --model tiny"), &format!("--checkpoint {dir} --weights fp8")] {
+        moe(words(line))?.ended(2).map_err(|failed| format!("{line}: {}", failed.message().unwrap_or_default()))?;
+    }
+    Ok(())
 }

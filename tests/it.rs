@@ -5,10 +5,13 @@ use moe_kernels::{Backend, check};
 
 mod bad_input;
 mod cast;
+mod checkpoint;
 mod cli;
 mod combine;
 mod dispatch;
+mod equality;
 mod gate;
+mod golden;
 mod hygiene;
 mod layer;
 mod model;
@@ -21,10 +24,13 @@ fn main() {
     for module in [
         bad_input::trials,
         cast::trials,
+        checkpoint::trials,
         cli::trials,
         combine::trials,
         dispatch::trials,
+        equality::trials,
         gate::trials,
+        golden::trials,
         hygiene::trials,
         layer::trials,
         model::trials,

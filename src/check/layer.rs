@@ -11,10 +11,11 @@ use crate::ep::{Layout, Reduce, Wire, World};
 use crate::id::Expert;
 use crate::layer::experts::{Rows, Scratch, Selection, TILE_ROWS, tiles};
 use crate::layer::{Block, BlockConfig, CommonWeights, ExpertWeights, Report, RouteSource, Shape, Verifier, tokens_from_seed};
+use crate::ops::gate::Rounding;
 use crate::oracle::layer::{self as oracle, Sums};
-use crate::oracle::{compare, float, router};
+use crate::oracle::{compare, float};
 use crate::random::SplitMix64;
-use crate::routing::{Family, Groups, RouterConfig, Routes};
+use crate::routing::{Family, Groups, KeptInF32, RouterConfig, Routes};
 use crate::tensor::{DType, TensorView, TensorViewMut};
 
 const OP: &str = "layer";
@@ -27,6 +28,7 @@ pub fn groups() -> Vec<Group> {
         Group::new(OP, "a row's bits do not depend on the rows beside it", independent_rows),
         Group::new(OP, "worlds agree with ByExpert and AtSource", worlds_agree),
         Group::new(OP, "layouts agree", layouts_agree),
+        Group::new(OP, "the routed sum is that of a layer without shared expert", routed_alone),
     ];
     let layouts = [
         ("ByToken", Layout::ByToken),
@@ -45,9 +47,19 @@ fn softmax(num_experts: usize, k: usize) -> RouterConfig {
     RouterConfig::new(num_experts, k, Family::Softmax { renormalize: true })
 }
 
-/// An expert's rows, computed as the block does.
-fn rows_of(backend: &Backend, weights: &ExpertWeights, dtype: DType, x: &[u8], hidden: usize, num_rows: usize) -> Result<Guarded, Failed> {
+const ROUNDINGS: [Rounding; 2] = [Rounding::Fused, Rounding::Framework];
+
+/// An expert's rows, computed as the block does, with weights if there are any.
+fn rows_of(
+    backend: &Backend,
+    weights: &ExpertWeights,
+    (dtype, rounding): (DType, Rounding),
+    x: &[u8],
+    num_rows: usize,
+    factors: Option<&[f32]>,
+) -> Result<Guarded, Failed> {
     let Backend::Cpu(cpu) = backend;
+    let hidden = x.len() / num_rows / dtype.size();
     let row_bytes = hidden * dtype.size();
     let mut out = Guarded::new(num_rows * row_bytes);
     let mut scratch = Scratch::default();
@@ -55,8 +67,9 @@ fn rows_of(backend: &Backend, weights: &ExpertWeights, dtype: DType, x: &[u8], h
     for tile in tiles(num_rows) {
         let rows = Rows { bytes: x, dtype, stride_bytes: row_bytes };
         scratch.load(cpu, rows, Selection::From(0), tile.clone(), hidden);
-        scratch.mlp(cpu, mlp, dtype);
-        scratch.store(cpu, hidden, dtype, &mut out.bytes_mut()[tile.start * row_bytes..tile.end * row_bytes]);
+        scratch.mlp(cpu, mlp, dtype, rounding);
+        let out = &mut out.bytes_mut()[tile.start * row_bytes..tile.end * row_bytes];
+        scratch.store(cpu, hidden, dtype, factors.map(|f| &f[tile]), out);
     }
     out.check("expert rows")?;
     Ok(out)
@@ -77,15 +90,26 @@ fn expert_rows(backend: &Backend) -> Result<usize, Failed> {
             let weights = ExpertWeights::from_seed(backend, &shape, weight_dtype, SEED, &[Expert(1)])?;
             let x = tokens_from_seed(backend, hidden, dtype, SEED, 0, 3)?;
             let mlp = weights.get(Expert(1)).ok_or_else(|| Failed("expert 1 was not made".into()))?;
-            let row = |x: &[u8]| oracle::expert(Sums::Blocks, mlp, dtype, &float::values(dtype, x));
-            let want: Vec<u8> = x.chunks_exact(hidden * dtype.size()).flat_map(row).collect();
-            for (name, backend) in variants(backend)? {
-                let got = rows_of(&backend, &weights, dtype, &x, hidden, 3)?;
-                let what = format!("{hidden} x {width}, {dtype} tokens, {weight_dtype} weights, {name}");
-                if gemm::is_fused() {
-                    compare::equal(&what, dtype, &[3, hidden], got.bytes(), &want)?;
+            let rows: Vec<_> = x.chunks_exact(hidden * dtype.size()).map(|x| float::values(dtype, x)).collect();
+            let factors = [0.3, -1.0, 1e-3];
+            for (rounding, has_factors) in [(Rounding::Fused, false), (Rounding::Framework, false), (Rounding::Framework, true)] {
+                let mut want = Vec::new();
+                for (x, factor) in rows.iter().zip(factors) {
+                    let row = oracle::expert(Sums::Blocks, rounding, mlp, dtype, x);
+                    if has_factors {
+                        float::values(dtype, &row).iter().for_each(|&v| float::push(dtype, factor * v, &mut want));
+                    } else {
+                        want.extend(row);
+                    }
                 }
-                num_cases += 1;
+                for (name, backend) in variants(backend)? {
+                    let got = rows_of(&backend, &weights, (dtype, rounding), &x, 3, has_factors.then_some(&factors))?;
+                    let what = format!("{hidden} x {width}, {dtype} tokens, {weight_dtype} weights, {rounding:?}, {name}");
+                    if gemm::is_fused() {
+                        compare::equal(&what, dtype, &[3, hidden], got.bytes(), &want)?;
+                    }
+                    num_cases += 1;
+                }
             }
         }
     }
@@ -101,12 +125,12 @@ fn independent_rows(backend: &Backend) -> Result<usize, Failed> {
         let most = TILE_ROWS + 8;
         let row_bytes = hidden * 4;
         let x = tokens_from_seed(backend, hidden, DType::F32, SEED, 0, most)?;
-        let all = rows_of(backend, &weights, DType::F32, &x, hidden, most)?;
+        let all = rows_of(backend, &weights, (DType::F32, Rounding::Fused), &x, most, None)?;
         for (name, backend) in variants(backend)? {
             for num_rows in [1, 2, 3, 7, 8, 63, 64, 65, 200, TILE_ROWS, TILE_ROWS + 1] {
                 for first in [0, 5, most - num_rows].into_iter().filter(|first| first + num_rows <= most) {
                     let part = first * row_bytes..(first + num_rows) * row_bytes;
-                    let got = rows_of(&backend, &weights, DType::F32, &x[part.clone()], hidden, num_rows)?;
+                    let got = rows_of(&backend, &weights, (DType::F32, Rounding::Fused), &x[part.clone()], num_rows, None)?;
                     let what = format!("{hidden} x {width}, {num_rows} rows from {first}, {name}");
                     compare::equal(&what, DType::F32, &[num_rows, hidden], got.bytes(), &all.bytes()[part])?;
                     num_cases += 1;
@@ -120,10 +144,18 @@ fn independent_rows(backend: &Backend) -> Result<usize, Failed> {
 /// Most tokens of a rank in these checks.
 const MAX_TOKENS: usize = 12;
 
+/// What one rank had and got.
+struct RankRun {
+    x: Vec<u8>,
+    routes: Routes,
+    logits: Vec<f32>,
+    out: Vec<u8>,
+    report: Report,
+}
+
 /// One run of a block over a world.
 struct Run {
-    /// By rank: tokens, routes, results, report.
-    ranks: Vec<(Vec<u8>, Routes, Vec<u8>, Report)>,
+    ranks: Vec<RankRun>,
     common: Arc<CommonWeights>,
     experts: Vec<ExpertWeights>,
 }
@@ -156,13 +188,13 @@ fn run(backend: &Backend, config: &BlockConfig, counts: &[usize], given: Option<
             block.forward(&view, source, TensorViewMut::from_bytes(out.bytes_mut(), config.dtype, &dims)?)?;
         }
         let report = block.forward(&view, source, TensorViewMut::from_bytes(out.bytes_mut(), config.dtype, &dims)?)?;
-        Ok((x, block.routes().clone(), out, report))
+        Ok((x, block.routes().clone(), block.logits().to_vec(), out, report))
     })?;
     let mut all = Vec::new();
     for rank in ranks {
-        let (x, routes, out, report) = rank?;
+        let (x, routes, logits, out, report) = rank?;
         out.check("result of a block")?;
-        all.push((x, routes, out.bytes().to_vec(), report));
+        all.push(RankRun { x, routes, logits, out: out.bytes().to_vec(), report });
     }
     let mut experts = Vec::new();
     for rank in 0..world_size {
@@ -177,7 +209,7 @@ fn check_run(backend: &Backend, config: &BlockConfig, run: &Run, what: &str) -> 
     let verifier = Verifier::new(backend, config, &run.common, &run.experts)?;
     let row_bytes = config.shape.hidden * config.dtype.size();
     let mut num_tokens = 0;
-    for (rank, (x, routes, out, _)) in run.ranks.iter().enumerate() {
+    for (rank, RankRun { x, routes, out, .. }) in run.ranks.iter().enumerate() {
         for (token, (x, got)) in x.chunks_exact(row_bytes).zip(out.chunks_exact(row_bytes)).enumerate() {
             let what = format!("{what}: token {token} of rank {rank}");
             let (ids, weights) = (routes.idx_of(token), routes.weights_of(token));
@@ -192,8 +224,8 @@ fn check_run(backend: &Backend, config: &BlockConfig, run: &Run, what: &str) -> 
             num_tokens += 1;
         }
     }
-    let want = verifier.num_rows_per_expert(run.ranks.iter().map(|r| &r.1));
-    let got: Vec<u32> = run.ranks.iter().flat_map(|r| r.3.num_rows_per_expert.iter().copied()).collect();
+    let want = verifier.num_rows_per_expert(run.ranks.iter().map(|r| &r.routes));
+    let got: Vec<u32> = run.ranks.iter().flat_map(|r| r.report.num_rows_per_expert.iter().copied()).collect();
     ensure!(got == want, "{what}: rows per expert {got:?}, the routes say {want:?}");
     Ok(num_tokens)
 }
@@ -217,6 +249,7 @@ fn counts(world: usize) -> Vec<usize> {
 fn blocks(backend: &Backend, layout: Layout, world: usize) -> Result<usize, Failed> {
     let v3 = Family::DeepSeekV3 { groups: Groups { num_groups: 4, topk_groups: 2 }, renormalize: true, scale: 2.5 };
     let qwen = Shape { hidden: 64, expert_width: 40, shared_width: 72, shared_gate: true, router: softmax(9, 3) };
+    let mixtral = Shape { router: RouterConfig { kept_in_f32: KeptInF32::Weights, ..qwen.router }, ..qwen };
     let plain = Shape { hidden: 128, expert_width: 24, shared_width: 0, shared_gate: false, router: softmax(16, 4) };
     let deepseek = Shape { hidden: 136, expert_width: 136, shared_width: 16, shared_gate: false, router: RouterConfig::new(16, 4, v3) };
     let mut num_tokens = 0;
@@ -224,7 +257,8 @@ fn blocks(backend: &Backend, layout: Layout, world: usize) -> Result<usize, Fail
         let counts = counts(world);
         let routes = odd_routes(counts.iter().sum(), config.shape.router.num_experts, config.shape.router.k);
         let what =
-            format!("{:?}, {:?}, {:?}, {} tokens, {} weights", layout, config.reduce, config.wire, config.dtype, config.weight_dtype);
+            format!("{:?}, {} tokens, {} weights, {layout:?}, {:?}", config.rounding, config.dtype, config.weight_dtype, config.reduce);
+        let what = format!("{what}, {:?}, {:?}", config.wire, config.shape.router.kept_in_f32);
         let run = run(backend, config, &counts, is_odd.then_some(&routes))?;
         num_tokens += check_run(backend, config, &run, &what)?;
         if !is_odd && gemm::is_fused() {
@@ -241,9 +275,17 @@ fn blocks(backend: &Backend, layout: Layout, world: usize) -> Result<usize, Fail
         check(&config(qwen, DType::BF16), false)?;
         check(&config(plain, DType::F32), true)?;
         check(&BlockConfig { weight_dtype: DType::E4M3, ..config(deepseek, DType::BF16) }, false)?;
+        let framework = |shape, dtype| BlockConfig { rounding: Rounding::Framework, ..config(shape, dtype) };
+        check(&framework(qwen, DType::BF16), false)?;
+        check(&framework(qwen, DType::BF16), true)?;
+        check(&framework(mixtral, DType::F16), true)?;
+        check(&framework(mixtral, DType::BF16), false)?;
+        check(&framework(deepseek, DType::BF16), false)?;
+        check(&framework(plain, DType::F32), false)?;
     }
     let f16 = BlockConfig { layout, weight_dtype: DType::BF16, ..BlockConfig::new(plain, DType::F16, MAX_TOKENS) };
     check(&f16, false)?;
+    check(&BlockConfig { rounding: Rounding::Framework, wire: Wire::Fp8Block, ..f16.clone() }, true)?;
     check(&BlockConfig { wire: Wire::Fp8Block, ..f16 }, true)?;
     Ok(num_tokens)
 }
@@ -251,10 +293,13 @@ fn blocks(backend: &Backend, layout: Layout, world: usize) -> Result<usize, Fail
 /// The router's choice, from logits that the oracle sums in the stated order.
 fn check_routes(config: &BlockConfig, run: &Run) -> Result<(), Failed> {
     let row_bytes = config.shape.hidden * config.dtype.size();
-    for (x, routes, _, _) in &run.ranks {
+    let num_experts = config.shape.router.num_experts;
+    for RankRun { x, routes, logits: got_logits, .. } in &run.ranks {
+        ensure!(got_logits.len() == routes.num_tokens * num_experts, "{} logits of {} tokens", got_logits.len(), routes.num_tokens);
         for (token, x) in x.chunks_exact(row_bytes).enumerate() {
-            let logits = oracle::linear(Sums::Blocks, &run.common.router, &float::values(config.dtype, x));
-            let (ids, weights) = router::route(&config.shape.router, &logits, run.common.correction_bias.as_deref());
+            let (ids, weights, logits) = oracle::route(Sums::Blocks, config, &run.common, &float::values(config.dtype, x));
+            let got = &got_logits[token * num_experts..][..num_experts];
+            ensure!(got == logits, "token {token}: logits {got:?}, the oracle's {logits:?}");
             ensure!(routes.idx_of(token) == ids, "token {token}: experts {:?}, the oracle's {ids:?}", routes.idx_of(token));
             let [got, want] = [routes.weights_of(token), &weights].map(|w| w.iter().map(|w| w.to_bits()).collect::<Vec<_>>());
             ensure!(got == want, "token {token}: weights {:?}, the oracle's {weights:?}", routes.weights_of(token));
@@ -266,19 +311,32 @@ fn check_routes(config: &BlockConfig, run: &Run) -> Result<(), Failed> {
 /// One batch of tokens, over all ranks.
 fn results(backend: &Backend, config: &BlockConfig, world: usize) -> Result<Vec<u8>, Failed> {
     let counts: Vec<usize> = (0..world).map(|rank| MAX_TOKENS / world + usize::from(rank < MAX_TOKENS % world)).collect();
-    Ok(run(backend, config, &counts, None)?.ranks.into_iter().flat_map(|(_, _, out, _)| out).collect())
+    Ok(run(backend, config, &counts, None)?.ranks.into_iter().flat_map(|rank| rank.out).collect())
 }
 
 fn worlds_agree(backend: &Backend) -> Result<usize, Failed> {
     let mut num_cases = 0;
     let shape = Shape { hidden: 72, expert_width: 48, shared_width: 24, shared_gate: true, router: softmax(12, 5) };
-    for dtype in [DType::BF16, DType::F32] {
+    let (qwen, mixtral) = (KeptInF32::Nothing, KeptInF32::Weights);
+    for (dtype, rounding, kept_in_f32) in [
+        (DType::BF16, Rounding::Fused, qwen),
+        (DType::F32, Rounding::Fused, qwen),
+        (DType::BF16, Rounding::Framework, qwen),
+        (DType::BF16, Rounding::Framework, mixtral),
+    ] {
+        let shape = Shape { router: RouterConfig { kept_in_f32, ..shape.router }, ..shape };
         let by_expert = Layout::ByExpert { segment_align: 1 };
-        let config = BlockConfig { layout: by_expert, reduce: Reduce::AtSource, ..BlockConfig::new(shape, dtype, MAX_TOKENS) };
+        let config = BlockConfig { layout: by_expert, reduce: Reduce::AtSource, rounding, ..BlockConfig::new(shape, dtype, MAX_TOKENS) };
         let want = results(backend, &config, 1)?;
         for world in [2, 3, 4, 8] {
             let got = results(backend, &config, world)?;
-            compare::equal(&format!("{dtype}, world of {world}"), dtype, &[MAX_TOKENS, shape.hidden], &got, &want)?;
+            compare::equal(
+                &format!("{dtype}, {rounding:?}, {kept_in_f32:?}, world of {world}"),
+                dtype,
+                &[MAX_TOKENS, shape.hidden],
+                &got,
+                &want,
+            )?;
             num_cases += 1;
         }
     }
@@ -288,14 +346,47 @@ fn worlds_agree(backend: &Backend) -> Result<usize, Failed> {
 fn layouts_agree(backend: &Backend) -> Result<usize, Failed> {
     let mut num_cases = 0;
     let shape = Shape { hidden: 72, expert_width: 48, shared_width: 24, shared_gate: true, router: softmax(12, 5) };
-    for world in [1, 3, 4] {
-        let config = BlockConfig::new(shape, DType::BF16, MAX_TOKENS);
+    for (world, rounding) in [1, 3, 4].into_iter().flat_map(|world| ROUNDINGS.map(|rounding| (world, rounding))) {
+        let config = BlockConfig { rounding, ..BlockConfig::new(shape, DType::BF16, MAX_TOKENS) };
         let want = results(backend, &config, world)?;
         for layout in [Layout::ByExpert { segment_align: 16 }, Layout::ByExpertFixed { rows_per_expert: MAX_TOKENS }] {
             let got = results(backend, &BlockConfig { layout, ..config.clone() }, world)?;
-            compare::equal(&format!("{layout:?}, world of {world}"), DType::BF16, &[MAX_TOKENS, shape.hidden], &got, &want)?;
+            compare::equal(&format!("{layout:?}, {rounding:?}, world of {world}"), DType::BF16, &[MAX_TOKENS, shape.hidden], &got, &want)?;
             num_cases += 1;
         }
+    }
+    Ok(num_cases)
+}
+
+/// The shared expert's weights are made of streams of their own, so that a layer without it has the same others.
+fn routed_alone(backend: &Backend) -> Result<usize, Failed> {
+    let mut num_cases = 0;
+    let shape = Shape { hidden: 72, expert_width: 48, shared_width: 24, shared_gate: true, router: softmax(12, 5) };
+    let ids: Vec<_> = (0..12).map(Expert).collect();
+    let dims = [MAX_TOKENS, shape.hidden];
+    let x = tokens_from_seed(backend, shape.hidden, DType::BF16, SEED, 0, MAX_TOKENS)?;
+    for rounding in ROUNDINGS {
+        let run = |shape: Shape, routed_only: bool| -> Result<Guarded, Failed> {
+            let world = World::threads(backend, 1)?.remove(0);
+            let common = Arc::new(CommonWeights::from_seed(backend, &shape, DType::BF16, SEED)?);
+            let experts = Arc::new(ExpertWeights::from_seed(backend, &shape, DType::BF16, SEED, &ids)?);
+            let config = BlockConfig { rounding, ..BlockConfig::new(shape, DType::BF16, MAX_TOKENS) };
+            let mut block = Block::new(&world, config, common, experts)?;
+            let mut out = Guarded::new(x.len());
+            let x = TensorView::from_bytes(&x, DType::BF16, &dims)?;
+            let view = TensorViewMut::from_bytes(out.bytes_mut(), DType::BF16, &dims)?;
+            match routed_only {
+                true => block.forward_routed(&x, RouteSource::Router, view)?,
+                false => block.forward(&x, RouteSource::Router, view)?,
+            };
+            out.check("result of a block")?;
+            Ok(out)
+        };
+        let without = run(Shape { shared_width: 0, shared_gate: false, ..shape }, false)?;
+        let (routed, whole) = (run(shape, true)?, run(shape, false)?);
+        compare::equal(&format!("{rounding:?}"), DType::BF16, &dims, routed.bytes(), without.bytes())?;
+        ensure!(whole.bytes() != routed.bytes(), "{rounding:?}: the shared expert adds nothing");
+        num_cases += 1;
     }
     Ok(num_cases)
 }

@@ -2,6 +2,7 @@
 //! level gives the same bits.
 
 use super::Level;
+use super::convert;
 use super::float;
 #[cfg(target_arch = "x86_64")]
 use super::level::Isa;
@@ -39,6 +40,21 @@ macro_rules! at_every_level {
 at_every_level! {
     /// `gate = round(silu(gate) * up)`: the product in f32, one rounding to `dtype` (f32, f16, bf16).
     silu_mul = silu_mul_loops(dtype: DType, gate: &mut [f32], up: &[f32])
+}
+
+at_every_level! {
+    /// `gate = round(round(silu(round(gate))) * round(up))`: each step rounded to `dtype` (f32, f16, bf16).
+    silu_mul_stepwise = silu_mul_stepwise_loops(dtype: DType, gate: &mut [f32], up: &[f32])
+}
+
+at_every_level! {
+    /// `x = round(factor * round(x))`: both rounded to `dtype` (f32, f16, bf16).
+    scale_stepwise = scale_stepwise_loops(dtype: DType, factor: f32, x: &mut [f32])
+}
+
+at_every_level! {
+    /// `out = round(out + x)`: rows of elements of `dtype` (f32, f16, bf16), the sum in f32.
+    add_rows = add_rows_loops(dtype: DType, x: &[u8], out: &mut [u8])
 }
 
 at_every_level! {
@@ -85,6 +101,37 @@ fn silu_mul_loops(dtype: DType, gate: &mut [f32], up: &[f32]) {
         gate.iter_mut().zip(up).for_each(|(g, u)| *g = round(float::silu(*g) * u));
     }
     with_rounding!(dtype, each(gate, up));
+}
+
+#[inline(always)]
+fn silu_mul_stepwise_loops(dtype: DType, gate: &mut [f32], up: &[f32]) {
+    #[inline(always)]
+    fn each(gate: &mut [f32], up: &[f32], round: impl Fn(f32) -> f32) {
+        gate.iter_mut().zip(up).for_each(|(g, u)| *g = round(round(float::silu(round(*g))) * round(*u)));
+    }
+    with_rounding!(dtype, each(gate, up));
+}
+
+#[inline(always)]
+fn scale_stepwise_loops(dtype: DType, factor: f32, x: &mut [f32]) {
+    #[inline(always)]
+    fn each(factor: f32, x: &mut [f32], round: impl Fn(f32) -> f32) {
+        x.iter_mut().for_each(|x| *x = round(factor * round(*x)));
+    }
+    with_rounding!(dtype, each(factor, x));
+}
+
+#[inline(always)]
+fn add_rows_loops(dtype: DType, x: &[u8], out: &mut [u8]) {
+    // 128 is arbitrary: elements that stay in the first-level cache.
+    let (mut sum, mut addend) = ([0f32; 128], [0f32; 128]);
+    let len = sum.len() * dtype.size();
+    for (x, out) in x.chunks(len).zip(out.chunks_mut(len)) {
+        convert::widen_loops(dtype, x, &mut addend);
+        convert::widen_loops(dtype, out, &mut sum);
+        sum.iter_mut().zip(&addend).for_each(|(sum, x)| *sum += x);
+        convert::narrow_loops(dtype, &sum, out);
+    }
 }
 
 #[inline(always)]

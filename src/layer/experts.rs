@@ -2,7 +2,8 @@
 //!
 //! A tile of rows of one expert is widened to f32 and transposed once: `[hidden, rows]`. Each task then takes some rows of the weights, widens a block of
 //! at most 512 columns into its own cache, and multiplies it with the tile: wide weights never go to memory. Results stay transposed until they are
-//! stored. Order of the sums: `cpu/gemm.rs`. Roundings (`Fused`): SiLU(gate) * up once to the type of the tokens, the expert's row once when it is stored.
+//! stored. Order of the sums: `cpu/gemm.rs`. Roundings to the type of the tokens: `Fused`: SiLU(gate) * up once; `Framework`: gate, up, SiLU(gate) and its
+//! product with up, each. Then the expert's row once when it is stored, and where a framework rounds it, weight * row.
 #![forbid(unsafe_code)]
 
 use std::cell::RefCell;
@@ -15,6 +16,7 @@ use crate::cpu::{convert, elementwise, gemm};
 use crate::layer::Shape;
 use crate::layer::preset::WEIGHT_BLOCK;
 use crate::layer::weights::{Matrix, Mlp};
+use crate::ops::gate::Rounding;
 use crate::tensor::DType;
 
 /// Most rows that share one pass over an expert's weights. Widening them costs as much as multiplying some ten rows (measured), so more rows gain
@@ -130,8 +132,8 @@ impl Scratch {
         for_each_part(cpu, y, m, num_tasks(cpu, weights.rows), |part, y| multiply(cpu, weights, part, x, y, m));
     }
 
-    /// `y = down(round(SiLU(gate(x)) * up(x)))` of the loaded tile; y is not rounded.
-    pub(crate) fn mlp(&mut self, cpu: &Cpu, mlp: &Mlp, dtype: DType) {
+    /// `y = down(SiLU(gate(x)) * up(x))` of the loaded tile, rounded inside as `rounding` says; y is not rounded.
+    pub(crate) fn mlp(&mut self, cpu: &Cpu, mlp: &Mlp, dtype: DType, rounding: Rounding) {
         let m = self.padded_rows;
         let x = &self.x[..mlp.gate.cols * m];
         let h = grown(&mut self.h, mlp.gate.rows * m);
@@ -140,7 +142,10 @@ impl Scratch {
             UP.with_borrow_mut(|up| {
                 let up = grown(up, gate.len());
                 multiply(cpu, &mlp.up, part, x, up, m);
-                elementwise::silu_mul(cpu.level(), dtype, gate, up);
+                match rounding {
+                    Rounding::Fused => elementwise::silu_mul(cpu.level(), dtype, gate, up),
+                    Rounding::Framework => elementwise::silu_mul_stepwise(cpu.level(), dtype, gate, up),
+                }
             });
         });
         let h = &self.h[..mlp.down.cols * m];
@@ -148,13 +153,16 @@ impl Scratch {
         for_each_part(cpu, y, m, num_tasks(cpu, mlp.down.rows), |part, y| multiply(cpu, &mlp.down, part, h, y, m));
     }
 
-    /// Rounds the tile's `y` once to `dtype` and stores its rows, one after the other.
-    pub(crate) fn store(&self, cpu: &Cpu, cols: usize, dtype: DType, out: &mut [u8]) {
+    /// Rounds the tile's `y` once to `dtype` and stores its rows, one after the other. With a weight for each row: `round(weight * round(y))`.
+    pub(crate) fn store(&self, cpu: &Cpu, cols: usize, dtype: DType, weights: Option<&[f32]>, out: &mut [u8]) {
         let row_bytes = cols * dtype.size();
         for_each_chunk(cpu, &mut out[..self.num_rows * row_bytes], PATCH_ROWS * row_bytes, |i, out| {
             self.for_each_patch(i * PATCH_ROWS, cols, |row, start, values| {
                 // The last patch has fewer rows.
                 if let Some(out) = out.chunks_exact_mut(row_bytes).nth(row) {
+                    if let Some(weights) = weights {
+                        elementwise::scale_stepwise(cpu.level(), dtype, weights[i * PATCH_ROWS + row], values);
+                    }
                     convert::narrow(cpu.level(), dtype, values, &mut out[start * dtype.size()..][..values.len() * dtype.size()]);
                 }
             });
@@ -162,8 +170,8 @@ impl Scratch {
     }
 
     /// Rounds the tile's `y` once to `dtype` and adds its rows, times their weights, to those rows of `sum [rows, cols]` that `to` names: the first to
-    /// arrive is `w * y`, the others `fma(w, y, sum)`.
-    pub(crate) fn add_to(&self, cpu: &Cpu, cols: usize, dtype: DType, to: &[Addend], sum: &mut [f32]) {
+    /// arrive is `w * y`, the others `fma(w, y, sum)`. With `is_stepwise`, `w * y` is rounded to `dtype` before it is added.
+    pub(crate) fn add_to(&self, cpu: &Cpu, cols: usize, dtype: DType, is_stepwise: bool, to: &[Addend], sum: &mut [f32]) {
         // Each task has the rows of `sum` from its first row to that of the next task: the list ascends.
         let mut tasks = Vec::with_capacity(to.len().div_ceil(PATCH_ROWS));
         let (mut rest, mut start) = (sum, 0);
@@ -177,12 +185,18 @@ impl Scratch {
             self.for_each_patch(first, cols, |row, col, values| {
                 let Some(addend) = rows.get(row) else { return };
                 let sum = &mut sum[(addend.row - start) * cols + col..][..values.len()];
-                elementwise::round(cpu.level(), dtype, values);
+                let weight = if is_stepwise {
+                    elementwise::scale_stepwise(cpu.level(), dtype, addend.weight, values);
+                    1.0
+                } else {
+                    elementwise::round(cpu.level(), dtype, values);
+                    addend.weight
+                };
                 if addend.is_first {
-                    elementwise::scale(cpu.level(), addend.weight, values);
+                    elementwise::scale(cpu.level(), weight, values);
                     sum.copy_from_slice(values);
                 } else {
-                    elementwise::add_scaled(cpu.level(), addend.weight, values, sum);
+                    elementwise::add_scaled(cpu.level(), weight, values, sum);
                 }
             });
         };

@@ -2,7 +2,7 @@
 #![forbid(unsafe_code)]
 
 use crate::error::{Error, Result};
-use crate::routing::{Family, Groups, RouterConfig};
+use crate::routing::{Family, Groups, KeptInF32, RouterConfig};
 use crate::tensor::DType;
 
 const OP: &str = "preset";
@@ -108,7 +108,8 @@ pub struct Preset {
 }
 
 const fn softmax(num_experts: usize, k: usize, renormalize: bool) -> RouterConfig {
-    RouterConfig { num_experts, k, family: Family::Softmax { renormalize }, weight_dtype: DType::F32 }
+    let family = Family::Softmax { renormalize };
+    RouterConfig { num_experts, k, family, weight_dtype: DType::F32, kept_in_f32: KeptInF32::Nothing }
 }
 
 const fn preset(
@@ -135,7 +136,7 @@ pub const PRESETS: [Preset; 8] = [
     // Qwen/Qwen3.5-35B-A3B, text_config; the model's class always renormalises
     preset("Qwen3.5-35B-A3B", 2048, 512, 512, true, softmax(256, 8, true)),
     // mistralai/Mixtral-8x7B-v0.1; the model's class always renormalises
-    preset("Mixtral-8x7B", 4096, 14336, 0, false, softmax(8, 2, true)),
+    preset("Mixtral-8x7B", 4096, 14336, 0, false, RouterConfig { kept_in_f32: KeptInF32::Weights, ..softmax(8, 2, true) }),
     // Qwen/Qwen3-Next-80B-A3B-Instruct
     preset("Qwen3-Next-80B-A3B", 2048, 512, 512, true, softmax(512, 10, true)),
     // Qwen/Qwen3-235B-A22B
@@ -152,6 +153,7 @@ pub const PRESETS: [Preset; 8] = [
             k: 8,
             family: Family::DeepSeekV3 { groups: Groups { num_groups: 8, topk_groups: 4 }, renormalize: true, scale: 2.5 },
             weight_dtype: DType::F32,
+            kept_in_f32: KeptInF32::LogitsAndWeights,
         },
     ),
 ];

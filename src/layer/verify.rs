@@ -2,13 +2,14 @@
 #![forbid(unsafe_code)]
 
 use crate::backend::{Backend, Cpu};
-use crate::ep::{Config, Wire};
+use crate::ep::Wire;
 use crate::error::{Error, Result};
 use crate::id::Expert;
 use crate::layer::block::SharedExpert;
 use crate::layer::experts::{Rows, Scratch, Selection};
 use crate::layer::weights::Mlp;
 use crate::layer::{BlockConfig, CommonWeights, ExpertWeights};
+use crate::ops::gate::Rounding;
 use crate::oracle::layer::{self as oracle, Sums};
 use crate::oracle::{self as specification, compare, float};
 use crate::routing::Routes;
@@ -24,7 +25,6 @@ const OP: &str = "verify";
 pub struct Verifier<'a> {
     cpu: Cpu,
     config: &'a BlockConfig,
-    ep: Config,
     /// Rank of each expert.
     owners: Vec<usize>,
     common: &'a CommonWeights,
@@ -65,9 +65,8 @@ impl<'a> Verifier<'a> {
         let Backend::Cpu(cpu) = backend;
         let experts: Vec<_> = experts.into_iter().collect();
         config.check(experts.len())?;
-        let ep = config.ep();
-        let owners = specification::dispatch::owners(&ep, experts.len());
-        Ok(Verifier { cpu: cpu.clone(), config, ep, owners, common, experts })
+        let owners = specification::dispatch::owners(&config.ep(), experts.len());
+        Ok(Verifier { cpu: cpu.clone(), config, owners, common, experts })
     }
 
     /// Checks one token: its row of x, its routes, and the block's result.
@@ -75,7 +74,7 @@ impl<'a> Verifier<'a> {
     /// # Errors
     /// [`Error::Invalid`] for rows of another size, or weights without an expert that a route names.
     pub fn token(&self, x: &[u8], topk_idx: &[i32], topk_weights: &[f32], got: &[u8]) -> Result<TokenCheck> {
-        let (hidden, dtype) = (self.config.shape.hidden, self.config.dtype);
+        let (hidden, dtype, rounding) = (self.config.shape.hidden, self.config.dtype, self.config.rounding);
         let row_bytes = hidden * dtype.size();
         for (what, bytes) in [("x", x), ("got", got)] {
             if bytes.len() != row_bytes {
@@ -90,15 +89,15 @@ impl<'a> Verifier<'a> {
         for &(expert, weight) in &routes {
             let mut row = vec![0; row_bytes];
             scratch.load(&self.cpu, rows, Selection::From(0), 0..1, hidden);
-            scratch.mlp(&self.cpu, self.expert(expert)?, dtype);
-            scratch.store(&self.cpu, hidden, dtype, &mut row);
+            scratch.mlp(&self.cpu, self.expert(expert)?, dtype, rounding);
+            scratch.store(&self.cpu, hidden, dtype, None, &mut row);
             alone.push((expert, weight, row));
         }
         let mut shared = SharedExpert::new(&self.cpu, self.common);
         let view = TensorView::from_bytes(x, dtype, &[1, hidden])?;
-        let shared = shared.rows(&self.cpu, self.common, dtype, &mut scratch, &view, rows, 1)?;
-        let shared = shared.map(|s| s.host(OP, "shared").map(|bytes| float::values(DType::F32, bytes))).transpose()?;
-        let want = oracle::result(&self.ep, &self.owners, &alone, shared.as_deref());
+        let shared = shared.rows(&self.cpu, self.common, dtype, rounding, &mut scratch, &view, rows, 1)?;
+        let shared = shared.map(|s| s.host(OP, "shared").map(|bytes| float::values(s.dtype(), bytes))).transpose()?;
+        let want = oracle::result(self.config, &self.owners, &alone, shared.as_deref());
         let difference = compare::equal("token", dtype, &[hidden], got, &want).err().map(|d| d.to_string());
 
         let near = self.oracle(Sums::F64, x, &routes)?;
@@ -115,21 +114,23 @@ impl<'a> Verifier<'a> {
     /// # Errors
     /// [`Error::Invalid`] for weights without an expert that a route names.
     pub fn oracle(&self, sums: Sums, x: &[u8], routes: &[(usize, f32)]) -> Result<Vec<u8>> {
-        let dtype = self.config.dtype;
+        let (dtype, rounding) = (self.config.dtype, self.config.rounding);
         let x = float::values(dtype, x);
         let mut rows = Vec::new();
         for &(expert, weight) in routes {
-            rows.push((expert, weight, oracle::expert(sums, self.expert(expert)?, dtype, &x)));
+            rows.push((expert, weight, oracle::expert(sums, rounding, self.expert(expert)?, dtype, &x)));
         }
         let common = self.common;
-        let shared = common.shared.as_ref().map(|mlp| oracle::shared(sums, mlp, common.shared_gate.as_ref(), dtype, &x));
-        Ok(oracle::result(&self.ep, &self.owners, &rows, shared.as_deref()))
+        let gate = common.shared_gate.as_ref();
+        let shared = common.shared.as_ref().map(|mlp| oracle::shared(sums, rounding, mlp, gate, dtype, &x));
+        Ok(oracle::result(self.config, &self.owners, &rows, shared.as_deref()))
     }
 
     /// What the 2-norm of the error may be, relative to that of the result.
     ///
-    /// Both sides round at the same four places (h, row, what travels, result), each by at most half a unit, `2^-p` of a format with p bits; sums
-    /// that differ may round to neighbours, one unit apart: `2 * 2^-p` for each place. f32 sums of n terms differ from f64 sums by less than
+    /// Both sides round at the same places (`Fused`: h, row, what travels, result; `Framework`: also gate, up, SiLU(gate), weight * row and the routed
+    /// sum), each by at most half a unit, `2^-p` of a format with p bits; sums that differ may round to neighbours, one unit apart: `2 * 2^-p` for each
+    /// place. f32 sums of n terms differ from f64 sums by less than
     /// `n * 2^-24` of the terms' norm. An fp8 wire adds its own unit, `2 * 2^-4`.
     fn bound(&self) -> f64 {
         let bits = match self.config.dtype {
@@ -140,7 +141,11 @@ impl<'a> Verifier<'a> {
         let shape = &self.config.shape;
         let terms = shape.hidden + shape.expert_width.max(shape.shared_width) + shape.router.k;
         let wire = if self.config.wire == Wire::AsIs { 0.0 } else { 2.0 * 2f64.powi(-4) };
-        8.0 * 2f64.powi(-bits) + terms as f64 * 2f64.powi(-24) + wire
+        let places = match self.config.rounding {
+            Rounding::Fused => 4.0,
+            Rounding::Framework => 9.0,
+        };
+        2.0 * places * 2f64.powi(-bits) + terms as f64 * 2f64.powi(-24) + wire
     }
 
     fn expert(&self, expert: usize) -> Result<&'a Mlp> {

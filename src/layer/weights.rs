@@ -1,6 +1,6 @@
-//! The weights of one layer, from a seed.
+//! The weights of one layer: their types, and weights from a seed. Those of a model come from [`checkpoint`](super::checkpoint).
 //!
-//! Element i of a matrix is a function of (seed, matrix, i): a rank makes its own experts and no others, in parallel, and every world has the same bits.
+//! From a seed: element i of a matrix is a function of (seed, matrix, i): a rank makes its own experts and no others, in parallel, and every world has the same bits.
 #![forbid(unsafe_code)]
 
 use rayon::prelude::*;
@@ -10,6 +10,7 @@ use crate::cpu::{convert, elementwise};
 use crate::error::{Error, Result};
 use crate::id::Expert;
 use crate::layer::Shape;
+use crate::layer::bytes::Bytes;
 use crate::layer::preset::{WEIGHT_BLOCK, vector_dtype};
 use crate::random::SplitMix64;
 use crate::tensor::DType;
@@ -22,7 +23,7 @@ pub struct Matrix {
     pub(crate) rows: usize,
     pub(crate) cols: usize,
     pub(crate) dtype: DType,
-    pub(crate) bytes: Vec<u8>,
+    pub(crate) bytes: Bytes,
     /// With e4m3: `[ceil(rows / 128), ceil(cols / 128)]`, element = f32(q) * scale.
     pub(crate) scales: Vec<f32>,
 }
@@ -30,7 +31,7 @@ pub struct Matrix {
 impl Matrix {
     fn zeros(rows: usize, cols: usize, dtype: DType) -> Self {
         let num_scales = if dtype.is_fp8() { rows.div_ceil(WEIGHT_BLOCK) * cols.div_ceil(WEIGHT_BLOCK) } else { 0 };
-        Matrix { rows, cols, dtype, bytes: vec![0; rows * cols * dtype.size()], scales: vec![0.0; num_scales] }
+        Matrix { rows, cols, dtype, bytes: Bytes::Owned(vec![0; rows * cols * dtype.size()]), scales: vec![0.0; num_scales] }
     }
 
     /// Output elements and input elements.
@@ -64,7 +65,7 @@ impl Matrix {
         let bound = (3.0 / self.cols as f32).sqrt();
         let (cols, dtype) = (self.cols, self.dtype);
         let mut scales = self.scales.chunks_mut(cols.div_ceil(WEIGHT_BLOCK));
-        for (i, bytes) in self.bytes.chunks_mut(WEIGHT_BLOCK * cols * dtype.size()).enumerate() {
+        for (i, bytes) in self.bytes.owned_mut().chunks_mut(WEIGHT_BLOCK * cols * dtype.size()).enumerate() {
             let scales = scales.next().unwrap_or_default();
             work.push(Piece { bytes, scales, random: random.clone(), first: i * WEIGHT_BLOCK * cols, cols, dtype, bound });
         }
@@ -179,6 +180,14 @@ fn check(shape: &Shape, dtype: DType) -> Result<()> {
     Ok(())
 }
 
+fn check_ids(shape: &Shape, experts: &[Expert]) -> Result<()> {
+    let num_experts = shape.router.num_experts;
+    if !experts.is_sorted_by(|a, b| a < b) || experts.last().is_some_and(|e| e.index() >= num_experts) {
+        return Err(Error::invalid(OP, "experts", format!("{experts:?}"), format!("ascending ids below {num_experts}")));
+    }
+    Ok(())
+}
+
 impl CommonWeights {
     /// Weights of `shape` in `dtype` (f32, f16, bf16; with e4m3 the shared expert's matrices are e4m3, router and gate bf16).
     ///
@@ -230,10 +239,7 @@ impl ExpertWeights {
     /// [`Error::Invalid`] when there is no such layer, or the ids are not ascending ids of it.
     pub fn from_seed(backend: &Backend, shape: &Shape, dtype: DType, seed: u64, experts: &[Expert]) -> Result<Self> {
         check(shape, dtype)?;
-        let num_experts = shape.router.num_experts;
-        if !experts.is_sorted_by(|a, b| a < b) || experts.last().is_some_and(|e| e.index() >= num_experts) {
-            return Err(Error::invalid(OP, "experts", format!("{experts:?}"), format!("ascending ids below {num_experts}")));
-        }
+        check_ids(shape, experts)?;
         let mut made: Vec<_> = experts.iter().map(|&e| (e, Mlp::zeros(shape.expert_width, shape.hidden, dtype))).collect();
         let mut work = Vec::new();
         for (expert, mlp) in &mut made {
@@ -242,6 +248,12 @@ impl ExpertWeights {
         }
         make_all(backend, work);
         Ok(ExpertWeights { experts: made })
+    }
+
+    /// The weights that `of` gives for `experts`, which ascend.
+    pub(crate) fn collect(shape: &Shape, experts: &[Expert], of: impl Fn(Expert) -> Mlp) -> Result<Self> {
+        check_ids(shape, experts)?;
+        Ok(ExpertWeights { experts: experts.iter().map(|&expert| (expert, of(expert))).collect() })
     }
 
     /// The experts, ascending.

@@ -1,16 +1,25 @@
-//! One token through a MoE block: experts, the shared expert, the sums, each rounding (`Fused`).
+//! One token through a MoE block: router, experts, the shared expert, the sums, each rounding.
 //!
-//! expert(x): for each row i of gate and up, `h[i] = round(silu(gate[i] . x) * (up[i] . x))`; then `y[i] = down[i] . h`, rounded once to the type of the
-//! tokens. Dots are sums of f32 products; `Sums` says how they are made. The shared expert is the same without the last rounding, times
-//! `sigmoid(x . w)` in f32, and is added last.
+//! Dots are sums of f32 products; `Sums` says how they are made. `round` is to the type of the tokens.
+//!
+//! `Fused`. expert(x): for each row i of gate and up, `h[i] = round(silu(gate[i] . x) * (up[i] . x))`; then `y[i] = round(down[i] . h)`. The shared expert is
+//! the same without the last rounding, times `sigmoid(x . w)` in f32, and is added to the sum over experts in f32, before the one rounding of the result.
+//!
+//! `Framework`. expert(x): `h[i] = round(round(silu(round(gate[i] . x))) * round(up[i] . x))`; `y[i] = round(down[i] . h)`. Each row is multiplied by its
+//! weight and rounded, unless the model keeps weights in f32; the f32 sum over experts is rounded. The shared expert is an expert, times
+//! `round(sigmoid(round(x . w)))` and rounded; the result is the rounded sum of both. Logits and weights of the router are rounded, but for what the
+//! model keeps in f32.
 #![forbid(unsafe_code)]
 
 use std::ops::Range;
 
 use crate::ep::{Config, Layout};
 use crate::layer::weights::{Matrix, Mlp};
+use crate::layer::{BlockConfig, CommonWeights};
+use crate::ops::gate::Rounding;
 use crate::oracle::dispatch::Route;
-use crate::oracle::{combine, exp, float, gate};
+use crate::oracle::{combine, exp, float, gate, router};
+use crate::routing::{KeptInF32, RouterConfig};
 use crate::tensor::DType;
 
 /// How a dot product is summed.
@@ -100,24 +109,52 @@ pub fn linear(sums: Sums, matrix: &Matrix, x: &[f32]) -> Vec<f32> {
     Values::new(matrix).times(sums, x, 0..matrix.shape()[0])
 }
 
-/// `down(round(silu(gate x) * up x))`, not rounded.
-pub fn mlp(sums: Sums, mlp: &Mlp, dtype: DType, x: &[f32]) -> Vec<f32> {
+/// What the router chooses for one token: ids, weights and the logits that decided.
+pub fn route(sums: Sums, config: &BlockConfig, common: &CommonWeights, x: &[f32]) -> (Vec<i32>, Vec<f32>, Vec<f32>) {
+    let mut logits = linear(sums, &common.router, x);
+    let mut router_config = config.shape.router;
+    if config.rounding == Rounding::Framework {
+        if router_config.kept_in_f32 != KeptInF32::LogitsAndWeights {
+            logits = logits.iter().map(|&v| float::round(config.dtype, v)).collect();
+        }
+        let keeps_weights = router_config.kept_in_f32 != KeptInF32::Nothing;
+        router_config = RouterConfig { weight_dtype: if keeps_weights { DType::F32 } else { config.dtype }, ..router_config };
+    }
+    let (ids, weights) = router::route(&router_config, &logits, common.correction_bias.as_deref());
+    (ids, weights, logits)
+}
+
+/// `down(silu(gate x) * up x)`, rounded inside, the result not.
+pub fn mlp(sums: Sums, rounding: Rounding, mlp: &Mlp, dtype: DType, x: &[f32]) -> Vec<f32> {
     let (gate, up) = (linear(sums, &mlp.gate, x), linear(sums, &mlp.up, x));
-    let h: Vec<f32> = gate.iter().zip(&up).map(|(&g, &u)| float::round(dtype, exp::silu(g) * u)).collect();
+    let mut h = Vec::new();
+    for (&g, &u) in gate.iter().zip(&up) {
+        h.push(match rounding {
+            Rounding::Fused => float::round(dtype, exp::silu(g) * u),
+            Rounding::Framework => {
+                let activated = float::round(dtype, exp::silu(float::round(dtype, g)));
+                float::round(dtype, activated * float::round(dtype, u))
+            }
+        });
+    }
     linear(sums, &mlp.down, &h)
 }
 
-/// An expert's row, rounded once: bytes of `dtype`.
-pub fn expert(sums: Sums, weights: &Mlp, dtype: DType, x: &[f32]) -> Vec<u8> {
-    bytes(dtype, &mlp(sums, weights, dtype, x))
+/// An expert's row, rounded: bytes of `dtype`.
+pub fn expert(sums: Sums, rounding: Rounding, weights: &Mlp, dtype: DType, x: &[f32]) -> Vec<u8> {
+    bytes(dtype, &mlp(sums, rounding, weights, dtype, x))
 }
 
-/// The shared expert, times its gate: f32.
-pub fn shared(sums: Sums, weights: &Mlp, gate_weights: Option<&Matrix>, dtype: DType, x: &[f32]) -> Vec<f32> {
-    let y = mlp(sums, weights, dtype, x);
+/// The shared expert, times its gate: f32 values, which `Framework` has rounded.
+pub fn shared(sums: Sums, rounding: Rounding, weights: &Mlp, gate_weights: Option<&Matrix>, dtype: DType, x: &[f32]) -> Vec<f32> {
+    let step = |v: f32| match rounding {
+        Rounding::Fused => v,
+        Rounding::Framework => float::round(dtype, v),
+    };
+    let y: Vec<f32> = mlp(sums, rounding, weights, dtype, x).into_iter().map(step).collect();
     let Some(matrix) = gate_weights else { return y };
-    let g = exp::sigmoid(gate::dot(x, &Values::new(matrix).row(0)));
-    y.iter().map(|&y| g * y).collect()
+    let g = step(exp::sigmoid(step(gate::dot(x, &Values::new(matrix).row(0)))));
+    y.iter().map(|&y| step(g * y)).collect()
 }
 
 /// A token's unmasked routes: expert and weight. An id that is no expert is masked, and so is a later occurrence of an expert.
@@ -132,11 +169,27 @@ pub fn routes(num_experts: usize, topk_idx: &[i32], topk_weights: &[f32]) -> Vec
     kept
 }
 
-/// The token's result, bytes of the combine type: its experts' rows (expert, router weight, bytes of the combine type) and the shared expert's row.
+/// The token's result, bytes of the tokens' type: its experts' rows (expert, router weight, bytes of that type) and the shared expert's row.
 ///
-/// `ByToken`: each rank first sums its experts' rows, ascending: `weight * row`, then `fma(weight, row, sum)`, and rounds once. The rest is combine.
-pub fn result(config: &Config, owners: &[usize], rows: &[(usize, f32, Vec<u8>)], shared: Option<&[f32]>) -> Vec<u8> {
-    let dtype = config.combine_dtype;
+/// `ByToken`: each rank first sums its experts' rows, ascending: `weight * row`, then `fma(weight, row, sum)`, and rounds once. The rest is combine. Where
+/// `weight * row` is rounded, the rows of both layouts are so before they are summed, with a weight of 1.
+pub fn result(block: &BlockConfig, owners: &[usize], rows: &[(usize, f32, Vec<u8>)], shared: Option<&[f32]>) -> Vec<u8> {
+    let (config, dtype) = (block.ep(), block.dtype);
+    if block.rounding == Rounding::Framework && block.shape.router.kept_in_f32 == KeptInF32::Nothing {
+        let mut products = Vec::new();
+        for (expert, weight, row) in rows {
+            let product: Vec<f32> = float::values(dtype, row).iter().map(|&v| weight * v).collect();
+            products.push((*expert, 1.0, bytes(dtype, &product)));
+        }
+        return sum(block, &Config { weighted: false, ..config }, owners, &products, shared);
+    }
+    let weighted = config.layout != Layout::ByToken;
+    sum(block, &Config { weighted, ..config }, owners, rows, shared)
+}
+
+/// The sum over experts and the shared expert.
+fn sum(block: &BlockConfig, config: &Config, owners: &[usize], rows: &[(usize, f32, Vec<u8>)], shared: Option<&[f32]>) -> Vec<u8> {
+    let dtype = block.dtype;
     let world = owners.iter().max().map_or(0, |r| r + 1);
     let mut y = vec![Vec::new(); world];
     let mut routes = Vec::new();
@@ -164,7 +217,13 @@ pub fn result(config: &Config, owners: &[usize], rows: &[(usize, f32, Vec<u8>)],
             y[rank].extend(row);
         }
     }
-    let sum = match (combine::sum(config, &routes, &y), shared) {
+    let mut routed = combine::sum(config, &routes, &y);
+    if block.rounding == Rounding::Framework {
+        // A sum of nothing is +0, and the shared expert is added to it.
+        let rounded = routed.map(|sum| sum.iter().map(|&v| float::round(dtype, v)).collect());
+        routed = Some(rounded.unwrap_or(vec![0.0; config.hidden]));
+    }
+    let sum = match (routed, shared) {
         (None, None) => vec![0.0; config.hidden],
         (None, Some(shared)) => shared.to_vec(),
         (Some(sum), None) => sum,

@@ -9,7 +9,7 @@ pub mod trace;
 mod routes;
 
 pub use placement::Placement;
-pub use router::{Family, Groups, RouterConfig, route};
+pub use router::{Family, Groups, KeptInF32, RouterConfig, route};
 pub use routes::{MAX_K, Routes};
 pub use statistics::Load;
 pub use trace::Trace;

@@ -57,6 +57,19 @@ pub struct Groups {
     pub topk_groups: usize,
 }
 
+/// What a model's code in transformers keeps in f32 although tokens are f16 or bf16; the rest it rounds to their type. A fact of the model: a block that
+/// rounds as a framework does reads it, [`route`] does not.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
+pub enum KeptInF32 {
+    /// Nothing: logits, weights and weight * row are rounded (Qwen, OLMoE).
+    #[default]
+    Nothing,
+    /// Weights, and so weight * row (Mixtral).
+    Weights,
+    /// Logits too (DeepSeek).
+    LogitsAndWeights,
+}
+
 /// A router: experts, choices, family and the rounding of the weights.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct RouterConfig {
@@ -68,12 +81,18 @@ pub struct RouterConfig {
     pub family: Family,
     /// The weights are rounded to this type (and still stored as f32): f32 keeps them, f16 or bf16 is what transformers does in most models.
     pub weight_dtype: DType,
+    /// What the model's own code does not round.
+    pub kept_in_f32: KeptInF32,
 }
 
 impl RouterConfig {
-    /// A router whose weights stay f32.
+    /// A router whose weights stay f32, of a model that keeps in f32 what most of its family do: DeepSeek logits and weights, others nothing.
     pub fn new(num_experts: usize, k: usize, family: Family) -> Self {
-        RouterConfig { num_experts, k, family, weight_dtype: DType::F32 }
+        let kept_in_f32 = match family {
+            Family::Softmax { .. } => KeptInF32::Nothing,
+            Family::DeepSeekV2 { .. } | Family::DeepSeekV3 { .. } => KeptInF32::LogitsAndWeights,
+        };
+        RouterConfig { num_experts, k, family, weight_dtype: DType::F32, kept_in_f32 }
     }
 
     /// Fails when no token could be routed so.
@@ -81,7 +100,7 @@ impl RouterConfig {
     /// # Errors
     /// [`Error::Invalid`] naming the field.
     pub fn check(&self) -> Result<()> {
-        let Self { num_experts, k, family, weight_dtype } = *self;
+        let Self { num_experts, k, family, weight_dtype, .. } = *self;
         if !(1..=MAX_EXPERTS).contains(&num_experts) {
             return Err(Error::invalid(OP, "num_experts", num_experts, format!("1 to {MAX_EXPERTS}")));
         }
@@ -173,7 +192,7 @@ enum Scores<'a> {
 
 fn check<'a>(config: &RouterConfig, logits: &TensorView, bias: Option<&'a [f32]>, num_idx: usize, num_weights: usize) -> Result<Args<'a>> {
     config.check()?;
-    let RouterConfig { num_experts, k, family, weight_dtype } = *config;
+    let RouterConfig { num_experts, k, family, weight_dtype, .. } = *config;
     if !logits.dtype().is_float() {
         return Err(Error::invalid(OP, "logits dtype", logits.dtype(), "f32, f16 or bf16"));
     }

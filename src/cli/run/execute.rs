@@ -9,6 +9,7 @@ use moe_kernels::layer::{Block, BlockConfig, CommonWeights, ExpertWeights, Repor
 use moe_kernels::routing::Routes;
 use moe_kernels::{Backend, Error, Rank, Result, TensorView, TensorViewMut};
 
+use super::model::Model;
 use super::source::{Source, share};
 use crate::output::Progress;
 
@@ -55,15 +56,21 @@ impl Buffer {
 }
 
 impl Weights {
-    /// Makes the weights of every rank.
-    pub fn new(backend: &Backend, config: &BlockConfig, ranks: usize, seed: u64) -> Result<Self> {
+    /// Makes the weights of every rank, or takes them from the model's file.
+    pub fn new(backend: &Backend, config: &BlockConfig, model: &Model, ranks: usize, seed: u64) -> Result<Self> {
         let progress = Progress::new(ranks + 1, "making weights");
-        let common = CommonWeights::from_seed(backend, &config.shape, config.weight_dtype, seed)?;
+        let common = match &model.layer {
+            Some(layer) => layer.common()?,
+            None => CommonWeights::from_seed(backend, &config.shape, config.weight_dtype, seed)?,
+        };
         progress.step();
         let placement = config.ep().placement(ranks)?;
         let of_rank = |rank: usize| {
             let ids = placement.experts_of(Rank(rank as u32));
-            let weights = ExpertWeights::from_seed(backend, &config.shape, config.weight_dtype, seed, ids);
+            let weights = match &model.layer {
+                Some(layer) => layer.experts(ids),
+                None => ExpertWeights::from_seed(backend, &config.shape, config.weight_dtype, seed, ids),
+            };
             progress.step();
             weights.map(Arc::new)
         };

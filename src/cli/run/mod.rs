@@ -2,6 +2,8 @@
 #![forbid(unsafe_code)]
 
 mod execute;
+mod golden;
+mod model;
 mod options;
 mod print;
 mod record;
@@ -16,6 +18,7 @@ use moe_kernels::measure::Environment;
 use moe_kernels::routing::{Load, Routes};
 
 use self::execute::{RankRun, Weights, execute};
+use self::model::Model;
 use self::record::{Job, LoadRecord, Record, Sink, stages};
 use self::source::Source;
 use self::verdict::verify;
@@ -25,8 +28,14 @@ use crate::output::Output;
 pub fn run(arguments: &Arguments, output: &mut Output) -> Result<bool> {
     arguments.check()?;
     let backend = arguments.backend()?;
-    let source = Source::choose(arguments)?;
-    let config = arguments.block(&source.preset, source.num_tokens)?;
+    let checkpoint = Model::of_checkpoint(arguments)?;
+    if let Some(model) = &checkpoint
+        && let Some(path) = model.recording(arguments)?
+    {
+        return golden::run(arguments, &backend, model, &path, output);
+    }
+    let source = Source::choose(arguments, checkpoint)?;
+    let config = arguments.block(&source.model, source.num_tokens, false)?;
     let placement = config.ep().placement(arguments.ranks)?;
     let memory = Memory::of(&config, arguments.ranks)?;
     memory.check()?;
@@ -36,7 +45,7 @@ pub fn run(arguments: &Arguments, output: &mut Output) -> Result<bool> {
     let job = Job::new(arguments, &config, &source, backend.name());
     print::job(output, &environment, &job, &memory)?;
 
-    let weights = Weights::new(&backend, &config, arguments.ranks, arguments.seed)?;
+    let weights = Weights::new(&backend, &config, &source.model, arguments.ranks, arguments.seed)?;
     let runs = execute(&backend, &config, &weights, &source, arguments.iterations, arguments.seed)?;
     let load = Load::new(&all_routes(&runs, job.k), &placement);
     let verdict = verify(&backend, &config, &weights, &source, &runs, &load, arguments.check_tokens)?;
@@ -119,9 +128,9 @@ mod tests {
     fn finished(routing: &str) -> Finished {
         let line = format!("moe --model tiny --tokens 24 --ranks 3 --iterations 2 --routing {routing}");
         let arguments = Line::try_parse_from(line.split(' ')).unwrap().run;
-        let (backend, source) = (arguments.backend().unwrap(), Source::choose(&arguments).unwrap());
-        let config = arguments.block(&source.preset, source.num_tokens).unwrap();
-        let weights = Weights::new(&backend, &config, 3, 1).unwrap();
+        let (backend, source) = (arguments.backend().unwrap(), Source::choose(&arguments, None).unwrap());
+        let config = arguments.block(&source.model, source.num_tokens, false).unwrap();
+        let weights = Weights::new(&backend, &config, &source.model, 3, 1).unwrap();
         let runs = execute(&backend, &config, &weights, &source, 2, 1).unwrap();
         Finished { backend, config, weights, source, runs }
     }

@@ -6,9 +6,12 @@ use std::time::Duration;
 
 use clap::ValueEnum;
 use moe_kernels::ep::{self, MAX_RANKS, MAX_TOKENS};
-use moe_kernels::layer::{BlockConfig, Preset};
+use moe_kernels::layer::BlockConfig;
+use moe_kernels::ops::gate::Rounding;
 use moe_kernels::routing::synthetic::Kind;
 use moe_kernels::{Backend, DType, Error, Result};
+
+use super::model::Model;
 
 /// Tokens of a run that does not say how many.
 pub const DEFAULT_TOKENS: usize = 2048;
@@ -22,6 +25,16 @@ pub struct Arguments {
     /// Model whose layer is run, with its true shape [default: the one that a trace names, else Qwen1.5-MoE-A2.7B]
     #[arg(long, value_name = "PRESET")]
     pub model: Option<String>,
+    /// Folder of a Hugging Face model: a layer with its own shape, router and weights
+    #[arg(long, value_name = "DIR", conflicts_with = "model")]
+    pub checkpoint: Option<PathBuf>,
+    /// Layer to take from a checkpoint, counted from 0 [default: the first MoE layer]
+    #[arg(long, value_name = "N", requires = "checkpoint")]
+    pub layer: Option<usize>,
+    /// Recorded input and output of that layer: compares with it, in every recorded type and with both roundings, instead of measuring
+    /// [default: golden_layerN.safetensors in the checkpoint's folder, unless --trace, --routing or --tokens is given]
+    #[arg(long, value_name = "FILE", requires = "checkpoint")]
+    pub golden: Option<PathBuf>,
     /// Recorded routing: a file of JSON lines
     #[arg(long, value_name = "FILE", conflicts_with = "routing")]
     pub trace: Option<PathBuf>,
@@ -52,14 +65,17 @@ pub struct Arguments {
     /// Rows of each expert's segment (by-expert-fixed) [default: all tokens]
     #[arg(long, value_name = "N")]
     pub rows_per_expert: Option<usize>,
-    /// Where expert rows are summed
-    #[arg(long, value_enum, default_value_t = ReduceKind::Rank)]
-    pub reduce: ReduceKind,
+    /// Where expert rows are summed [default: at-rank, or at-source for a comparison with a recording]
+    #[arg(long)]
+    pub reduce: Option<ReduceKind>,
+    /// Where results of single steps are rounded; a comparison with a recording does both
+    #[arg(long, value_enum, default_value_t = RoundingKind::Fused)]
+    pub rounding: RoundingKind,
     /// Type of tokens and results: bf16, f16 or f32
     #[arg(long, value_name = "TYPE", default_value = "bf16")]
     pub dtype: String,
     /// Type of the weights: bf16, f16, f32 or fp8 (e4m3 with a scale per 128 x 128) [default: that of the tokens]
-    #[arg(long, value_name = "TYPE")]
+    #[arg(long, value_name = "TYPE", conflicts_with = "checkpoint")]
     pub weights: Option<String>,
     /// Protocol of dispatch and combine
     #[arg(long, value_enum, default_value_t = ModeKind::Throughput)]
@@ -107,6 +123,24 @@ pub enum ReduceKind {
     /// Every row travels; the result does not depend on the number of ranks
     #[value(name = "at-source")]
     Source,
+}
+
+/// Names of [`Rounding`].
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub enum RoundingKind {
+    /// As few times as possible
+    Fused,
+    /// After each step, as transformers does
+    Framework,
+}
+
+/// The name of a rounding on the command line.
+pub fn rounding_name(rounding: Rounding) -> String {
+    match rounding {
+        Rounding::Fused => "fused",
+        Rounding::Framework => "framework",
+    }
+    .into()
 }
 
 /// Names of [`ep::Mode`].
@@ -171,21 +205,25 @@ impl Arguments {
         }
     }
 
-    /// The block of `preset` for `num_tokens` tokens of all ranks.
-    pub fn block(&self, preset: &Preset, num_tokens: usize) -> Result<BlockConfig> {
-        let experts = preset.shape.router.num_experts;
+    /// The block of `model` for `num_tokens` tokens of all ranks; `is_compared`: with a recording.
+    pub fn block(&self, model: &Model, num_tokens: usize, is_compared: bool) -> Result<BlockConfig> {
+        let experts = model.shape.router.num_experts;
         if self.ranks > experts {
-            return Err(invalid("--ranks", self.ranks, format!("at most the {experts} experts of {}", preset.name)));
+            return Err(invalid("--ranks", self.ranks, format!("at most the {experts} experts of {}", model.name)));
         }
         let dtype = float("--dtype", &self.dtype)?;
         let weight_dtype = match self.weights.as_deref() {
-            None => dtype,
+            None => model.layer.as_ref().map_or(dtype, |layer| layer.weight_dtype()),
             Some("fp8" | "e4m3") => DType::E4M3,
             Some(name) => float("--weights", name).map_err(|_| invalid("--weights", format!("`{name}`"), "bf16, f16, f32 or fp8"))?,
         };
+        let reduce = self.reduce.unwrap_or(match self.layout {
+            None | Some(LayoutKind::Expert | LayoutKind::ExpertFixed) if is_compared => ReduceKind::Source,
+            _ => ReduceKind::Rank,
+        });
         let layout = match self.layout {
             Some(layout) => layout,
-            None if self.reduce == ReduceKind::Rank => LayoutKind::Token,
+            None if reduce == ReduceKind::Rank => LayoutKind::Token,
             None => LayoutKind::Expert,
         };
         let layout = match (layout, self.segment_align, self.rows_per_expert) {
@@ -200,7 +238,11 @@ impl Arguments {
         Ok(BlockConfig {
             weight_dtype,
             layout,
-            reduce: match self.reduce {
+            rounding: match self.rounding {
+                RoundingKind::Fused => Rounding::Fused,
+                RoundingKind::Framework => Rounding::Framework,
+            },
+            reduce: match reduce {
                 ReduceKind::Rank => ep::Reduce::AtRank,
                 ReduceKind::RankF32 => ep::Reduce::AtRankF32,
                 ReduceKind::Source => ep::Reduce::AtSource,
@@ -215,7 +257,7 @@ impl Arguments {
                 ModeKind::LowLatency => ep::Mode::LowLatency,
             },
             timeout: TIMEOUT,
-            ..BlockConfig::new(preset.shape, dtype, num_tokens.div_ceil(self.ranks).max(1))
+            ..BlockConfig::new(model.shape, dtype, num_tokens.div_ceil(self.ranks).max(1))
         })
     }
 }

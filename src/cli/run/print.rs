@@ -31,13 +31,19 @@ pub fn job(output: &mut Output, environment: &Environment, job: &Job, memory: &M
                 job.model, job.hidden, job.num_experts, job.expert_width, job.k, job.weight_dtype
             ),
         ),
-        ("tokens", format!("{} of {}, random values, seed {}", report::count(job.num_tokens as u64), job.dtype, job.seed)),
+        (
+            "tokens",
+            match job.is_recorded {
+                true => format!("{} of {}", report::count(job.num_tokens as u64), job.dtype),
+                false => format!("{} of {}, random values, seed {}", report::count(job.num_tokens as u64), job.dtype, job.seed),
+            },
+        ),
         ("routing", job.routing.clone()),
         (
             "ranks",
             format!(
-                "{} on {}; layout {}, reduce {}, mode {}, wire {}",
-                job.num_ranks, job.backend, job.layout, job.reduce, job.mode, job.wire
+                "{} on {}; layout {}, reduce {}, rounding {}, mode {}, wire {}",
+                job.num_ranks, job.backend, job.layout, job.reduce, job.rounding, job.mode, job.wire
             ),
         ),
         (
@@ -130,8 +136,16 @@ fn verdict(output: &mut Output, verdict: &Verdict, num_iterations: usize) -> Res
     );
     output.paragraph("checked", HEAD, &checked)?;
     output.paragraph("digest", HEAD, &format!("{digest} of all results"))?;
-    for problem in &verdict.problems {
-        output.paragraph("wrong", HEAD, problem)?;
-    }
-    output.paragraph("verdict", HEAD, if verdict.is_right { "right" } else { "WRONG" })
+    verdict.problems.iter().try_for_each(|problem| wrong(output, problem))?;
+    is_right(output, verdict.is_right)
+}
+
+/// One thing that is wrong.
+pub fn wrong(output: &mut Output, problem: &str) -> Result<()> {
+    output.paragraph("wrong", HEAD, problem)
+}
+
+/// The last line.
+pub fn is_right(output: &mut Output, is_right: bool) -> Result<()> {
+    output.paragraph("verdict", HEAD, if is_right { "right" } else { "WRONG" })
 }

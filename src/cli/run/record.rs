@@ -6,14 +6,15 @@ use std::io::Write;
 use std::path::Path;
 
 use clap::ValueEnum;
-use moe_kernels::ep::Layout;
+use moe_kernels::ep::{Layout, Reduce};
 use moe_kernels::layer::{BlockConfig, Memory, Report, Shape, Stage};
 use moe_kernels::measure::{Environment, Statistics};
 use moe_kernels::routing::{Load, Placement};
 use moe_kernels::{Error, Rank, Result};
 
 use super::execute::RankRun;
-use super::options::{Arguments, LayoutKind};
+use super::model::Model;
+use super::options::{Arguments, LayoutKind, ReduceKind, rounding_name};
 use super::source::{Recorded, Source};
 use super::verdict::Verdict;
 
@@ -35,22 +36,27 @@ pub struct Record {
 /// What was run.
 #[derive(serde::Serialize)]
 pub struct Job {
-    pub model: &'static str,
+    pub model: String,
     pub hidden: usize,
     pub expert_width: usize,
     pub shared_width: usize,
     pub num_experts: usize,
     pub k: usize,
     pub num_tokens: usize,
+    /// Tokens are those of a recording.
+    pub is_recorded: bool,
     pub num_ranks: usize,
     pub num_iterations: usize,
     pub seed: u64,
     pub backend: &'static str,
     pub routing: String,
     pub trace: Option<Recorded>,
+    /// Folder of the weights.
+    pub checkpoint: Option<String>,
     pub dtype: String,
     pub weight_dtype: String,
-    /// These four as the command line names them.
+    /// These five as the command line names them.
+    pub rounding: String,
     pub layout: String,
     pub reduce: String,
     pub mode: String,
@@ -87,25 +93,55 @@ pub struct LoadRecord {
 
 impl Job {
     pub fn new(arguments: &Arguments, config: &BlockConfig, source: &Source, backend: &'static str) -> Self {
+        let routing = source.text.clone();
+        let job = Self::of_model(arguments, config, &source.model, source.num_tokens, routing, backend);
+        Job { trace: source.recorded.clone(), ..job }
+    }
+
+    /// A comparison with what a file recorded.
+    pub fn of_golden(
+        arguments: &Arguments,
+        config: &BlockConfig,
+        model: &Model,
+        num_tokens: usize,
+        path: &Path,
+        backend: &'static str,
+    ) -> Self {
+        let routing = format!("the layer's router, then the recorded routes of {}", path.display());
+        let job = Self::of_model(arguments, config, model, num_tokens, routing, backend);
+        Job { dtype: "each recorded type".into(), rounding: "framework and fused".into(), is_recorded: true, num_iterations: 1, ..job }
+    }
+
+    fn of_model(
+        arguments: &Arguments,
+        config: &BlockConfig,
+        model: &Model,
+        num_tokens: usize,
+        routing: String,
+        backend: &'static str,
+    ) -> Self {
         let Shape { hidden, expert_width, shared_width, router, .. } = config.shape;
         Job {
-            model: source.preset.name,
+            model: model.name.clone(),
             hidden,
             expert_width,
             shared_width,
             num_experts: router.num_experts,
             k: router.k,
-            num_tokens: source.num_tokens,
+            num_tokens,
+            is_recorded: false,
             num_ranks: arguments.ranks,
             num_iterations: arguments.iterations,
             seed: arguments.seed,
             backend,
-            routing: source.text.clone(),
-            trace: source.recorded.clone(),
+            routing,
+            trace: None,
+            checkpoint: arguments.checkpoint.as_ref().map(|dir| dir.display().to_string()),
             dtype: config.dtype.to_string(),
             weight_dtype: config.weight_dtype.to_string(),
             layout: layout_name(config.layout),
-            reduce: name(&arguments.reduce),
+            rounding: rounding_name(config.rounding),
+            reduce: reduce_name(config.reduce),
             mode: name(&arguments.mode),
             wire: name(&arguments.wire),
         }
@@ -115,6 +151,14 @@ impl Job {
 /// The name of a value on the command line.
 fn name(value: &impl ValueEnum) -> String {
     value.to_possible_value().map_or_else(String::new, |value| value.get_name().to_owned())
+}
+
+fn reduce_name(reduce: Reduce) -> String {
+    name(&match reduce {
+        Reduce::AtRankF32 => ReduceKind::RankF32,
+        Reduce::AtSource => ReduceKind::Source,
+        _ => ReduceKind::Rank,
+    })
 }
 
 fn layout_name(layout: Layout) -> String {
@@ -199,7 +243,7 @@ impl Sink {
     }
 
     /// Writes the record as JSON, instead of what the file held before.
-    pub fn write(mut self, record: &Record) -> Result<()> {
+    pub fn write(mut self, record: &impl serde::Serialize) -> Result<()> {
         let failed = |why: String| Error::Io { what: format!("writing {}", self.name), why };
         let mut json = serde_json::to_vec_pretty(record).map_err(|error| failed(error.to_string()))?;
         json.push(b'\n');

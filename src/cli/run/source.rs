@@ -13,12 +13,13 @@ use moe_kernels::routing::{Routes, Trace};
 use moe_kernels::{Error, Result};
 use serde_json::Value;
 
+use super::model::Model;
 use super::options::{Arguments, DEFAULT_TOKENS, Routing, invalid};
 
 /// What is routed, and how.
 pub struct Source {
     /// The model.
-    pub preset: Preset,
+    pub model: Model,
     /// Tokens of all ranks.
     pub num_tokens: usize,
     /// Recorded or synthetic routes of each rank's tokens; `None`: the router makes them.
@@ -43,24 +44,25 @@ pub struct Recorded {
 }
 
 impl Source {
-    /// Chooses model and tokens, and reads or draws the routes.
+    /// Chooses model and tokens, and reads or draws the routes. The layer of a checkpoint is the model if there is one.
     ///
     /// # Errors
     /// An unknown model or kind; a trace that cannot be read, is malformed, or does not fit the model.
-    pub fn choose(arguments: &Arguments) -> Result<Source> {
+    pub fn choose(arguments: &Arguments, checkpoint: Option<Model>) -> Result<Source> {
         match &arguments.trace {
-            Some(path) => Self::recorded(arguments, path),
-            None => Self::made(arguments),
+            Some(path) => Self::recorded(arguments, path, checkpoint),
+            None => Self::made(arguments, checkpoint),
         }
     }
 
-    fn made(arguments: &Arguments) -> Result<Source> {
-        let preset = arguments.model.as_deref().map_or(Ok(Preset::default()), preset)?;
+    fn made(arguments: &Arguments, checkpoint: Option<Model>) -> Result<Source> {
+        let named = || arguments.model.as_deref().map_or(Ok(Preset::default().into()), Model::named);
+        let model = checkpoint.map_or_else(named, Ok)?;
         let num_tokens = arguments.tokens.unwrap_or(DEFAULT_TOKENS);
         let (routes, text) = match arguments.routing()? {
             Routing::Router => (None, "the layer's router, on random tokens".to_owned()),
             Routing::Synthetic(kind) => {
-                let router = preset.shape.router;
+                let router = model.shape.router;
                 let of_rank = |rank: usize| {
                     let synthetic =
                         Synthetic { kind, num_experts: router.num_experts, k: router.k, seed: arguments.seed, stream: rank as u64 };
@@ -70,32 +72,35 @@ impl Source {
                 (Some(routes?), format!("synthetic, {kind}, seed {}", arguments.seed))
             }
         };
-        Ok(Source { preset, num_tokens, routes, text, recorded: None, notes: Vec::new() })
+        Ok(Source { model, num_tokens, routes, text, recorded: None, notes: Vec::new() })
     }
 
-    fn recorded(arguments: &Arguments, path: &Path) -> Result<Source> {
+    fn recorded(arguments: &Arguments, path: &Path, checkpoint: Option<Model>) -> Result<Source> {
         let mut notes = Vec::new();
         let model_id = recorded_model(path);
         let named = model_id.as_deref().and_then(preset_of);
-        let preset = match (arguments.model.as_deref(), named) {
+        let asked = match (checkpoint, arguments.model.as_deref()) {
+            (Some(model), _) => Some(model),
+            (None, name) => name.map(Model::named).transpose()?,
+        };
+        let model = match (asked, named) {
             (Some(model), named) => {
-                let preset = preset(model)?;
                 if let (Some(named), Some(id)) = (named, &model_id)
-                    && named != preset
+                    && named.name != model.name
                 {
-                    notes.push(format!("the trace was recorded from {id}, and runs as {}, as asked", preset.name));
+                    notes.push(format!("the trace was recorded from {id}, and runs as {}, as asked", model.name));
                 }
-                preset
+                model
             }
-            (None, Some(named)) => named,
+            (None, Some(named)) => named.into(),
             (None, None) => {
                 let preset = Preset::default();
                 let id = model_id.as_deref().map_or("no model".to_owned(), |id| format!("{id}, which is no preset"));
                 notes.push(format!("the trace names {id}: it runs as {}; --model chooses another one", preset.name));
-                preset
+                preset.into()
             }
         };
-        let trace = read(arguments, path, &preset)?;
+        let trace = read(arguments, path, &model)?;
         let kept = trace.routes.num_tokens;
         let num_tokens = arguments.tokens.unwrap_or_else(|| kept.min(DEFAULT_TOKENS));
         let all = trace.tokens(num_tokens)?;
@@ -126,7 +131,7 @@ impl Source {
             }
         };
         Ok(Source {
-            preset,
+            model,
             num_tokens,
             routes: Some((0..arguments.ranks).map(of_rank).collect()),
             text: format!("recorded, {}, layer {}", path.display(), trace.layer),
@@ -143,14 +148,6 @@ impl Source {
     }
 }
 
-/// The preset of that name.
-fn preset(name: &str) -> Result<Preset> {
-    Preset::named(name).map_err(|error| match error {
-        Error::Invalid { got, want, .. } => invalid("--model", got, want),
-        other => other,
-    })
-}
-
 /// The tokens of `rank`: contiguous, as even as they divide.
 pub fn share(num_tokens: usize, ranks: usize, rank: usize) -> std::ops::Range<usize> {
     // At most 2^19 tokens and 64 ranks (checked), so the products fit.
@@ -158,20 +155,20 @@ pub fn share(num_tokens: usize, ranks: usize, rank: usize) -> std::ops::Range<us
 }
 
 /// Reads a trace for a model, and says what to change when it is another model's.
-fn read(arguments: &Arguments, path: &Path, preset: &Preset) -> Result<Trace> {
-    let router = preset.shape.router;
+fn read(arguments: &Arguments, path: &Path, model: &Model) -> Result<Trace> {
+    let router = model.shape.router;
     let options = Options { num_experts: Some(router.num_experts), layer: arguments.trace_layer, keep_warmup: arguments.keep_warmup };
     let of_any_model = || Trace::read(path, &Options { num_experts: None, ..options });
     match Trace::read(path, &options) {
         Ok(trace) if trace.routes.num_tokens > 0 && trace.routes.k != router.k => {
             let got = format!("{} experts a token", trace.routes.k);
-            let want = format!("{}, as {} has; {}", router.k, preset.name, others(&of_any_model()?));
+            let want = format!("{}, as {} has; {}", router.k, model.name, others(&of_any_model()?));
             Err(invalid(&format!("{}: topk_ids", path.display()), got, want))
         }
         // Sound for more experts than this model has: then the model is what does not fit.
         Err(Error::Format { path, line, why }) => match of_any_model() {
             Ok(trace) => {
-                let why = format!("{why}, as {} has ({} a token); {}", preset.name, router.k, others(&trace));
+                let why = format!("{why}, as {} has ({} a token); {}", model.name, router.k, others(&trace));
                 Err(Error::Format { path, line, why })
             }
             Err(_) => Err(Error::Format { path, line, why }),

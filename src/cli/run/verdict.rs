@@ -4,8 +4,8 @@
 use moe_kernels::cpu::Level;
 use moe_kernels::ep::Layout;
 use moe_kernels::layer::{BlockConfig, TokenCheck, Verifier};
-use moe_kernels::oracle::layer::{Sums, linear};
-use moe_kernels::oracle::{float, router};
+use moe_kernels::oracle::float;
+use moe_kernels::oracle::layer::{Sums, route};
 use moe_kernels::routing::{Load, Placement};
 use moe_kernels::{Backend, Rank, Result};
 use rayon::prelude::*;
@@ -64,8 +64,7 @@ pub fn verify(
         let got = &run.out.bytes()[row.clone()];
         let (x, ids, weights_of_ids) = (&run.x[row], run.routes.idx_of(local), run.routes.weights_of(local));
         let is_routed = source.routes.is_some() || !is_fused || {
-            let logits = linear(Sums::Blocks, &weights.common.router, &float::values(config.dtype, x));
-            let wanted = router::route(&config.shape.router, &logits, weights.common.correction_bias.as_deref());
+            let wanted = route(Sums::Blocks, config, &weights.common, &float::values(config.dtype, x));
             let bits = |weights: &[f32]| weights.iter().map(|w| w.to_bits()).collect::<Vec<_>>();
             wanted.0 == ids && bits(&wanted.1) == bits(weights_of_ids)
         };
