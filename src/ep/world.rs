@@ -207,6 +207,8 @@ impl Member {
     pub fn fail(&self, failure: Failure) -> Failure {
         let first = *self.shared.first.get_or_init(|| failure);
         self.ring_all();
+        // The board's lock orders the record before the check of a rank that is about to sleep there.
+        drop(lock(&self.shared.board));
         self.shared.board_changed.notify_all();
         first
     }
@@ -276,7 +278,7 @@ impl Drop for Member {
         if std::thread::panicking() {
             self.fail(self.record(FailureKind::Panicked));
         }
-        // The board's lock orders the flag before the check of a rank that is about to sleep.
+        // As in `fail`, for the flag.
         drop(lock(&self.shared.board));
         self.shared.board_changed.notify_all();
         self.ring_all();
