@@ -356,7 +356,7 @@ impl<'a> TensorView<'a> {
     layout_getters!();
 
     /// The bytes under the view, from its first element on; an error that names `what` when they are on a device.
-    pub fn host(&self, op: &'static str, what: &str) -> Result<&'a [u8]> {
+    pub fn host(&self, op: &'static str, what: impl Into<String>) -> Result<&'a [u8]> {
         match self.place {
             Place::Host(bytes) => Ok(bytes),
             Place::Device(address) => Err(not_host(op, what, address)),
@@ -390,7 +390,7 @@ impl<'a> TensorViewMut<'a> {
     layout_getters!();
 
     /// The bytes under the view; an error that names `what` when they are on a device.
-    pub fn host(&self, op: &'static str, what: &str) -> Result<&[u8]> {
+    pub fn host(&self, op: &'static str, what: impl Into<String>) -> Result<&[u8]> {
         match &self.place {
             Place::Host(bytes) => Ok(bytes),
             Place::Device(address) => Err(not_host(op, what, *address)),
@@ -398,7 +398,7 @@ impl<'a> TensorViewMut<'a> {
     }
 
     /// The bytes under the view, to be written; an error that names `what` when they are on a device.
-    pub fn host_mut(&mut self, op: &'static str, what: &str) -> Result<&mut [u8]> {
+    pub fn host_mut(&mut self, op: &'static str, what: impl Into<String>) -> Result<&mut [u8]> {
         match &mut self.place {
             Place::Host(bytes) => Ok(bytes),
             Place::Device(address) => Err(not_host(op, what, *address)),
@@ -415,7 +415,7 @@ impl<'a> TensorViewMut<'a> {
     }
 }
 
-fn not_host(op: &'static str, what: &str, address: DeviceAddress) -> Error {
+fn not_host(op: &'static str, what: impl Into<String>, address: DeviceAddress) -> Error {
     let got = format!("at address {:#x} of device {}", address.address, address.device);
     Error::invalid(op, what, got, "in host memory (the backend is cpu)")
 }

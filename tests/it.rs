@@ -3,6 +3,7 @@
 use libtest_mimic::{Arguments, Failed, Trial};
 use moe_kernels::{Backend, check};
 
+mod allocations;
 mod bad_input;
 mod cast;
 mod checkpoint;
@@ -18,10 +19,14 @@ mod model;
 mod router;
 mod world;
 
+#[global_allocator]
+static ALLOCATOR: allocations::Counting = allocations::Counting;
+
 fn main() {
     let arguments = Arguments::from_args();
     let mut trials = shared_checks();
     for module in [
+        allocations::trials,
         bad_input::trials,
         cast::trials,
         checkpoint::trials,

@@ -22,13 +22,13 @@ pub(super) fn list(matrices: &[Operands<'_>], options: &Options<'_>) -> Result<O
     let Some(first) = matrices.first() else { return Ok(None) };
     let mut known = None;
     for (i, matrix) in matrices.iter().enumerate() {
-        let name = |field: &str| format!("matrices[{i}].{field}");
-        known = Some(operands(&name, matrix, first, options)?);
-        let (rows, columns) = extents(&name, &matrix.x)?;
+        let name = Name { matrix: Some(i) };
+        known = Some(operands(name, matrix, first, options)?);
+        let (rows, columns) = extents(name, &matrix.x)?;
         let sums = Sums::default().with(rows, options.pad_rows, &options.scaling);
-        let sums = sums.ok_or_else(|| too_many_rows(&name("x"), rows))?;
-        outputs(&name, matrix, options, &sums, columns, false)?;
-        per_matrix(&name, matrix, 1)?;
+        let sums = sums.ok_or_else(|| too_many_rows(name.of("x"), rows))?;
+        outputs(name, matrix, options, &sums, columns, false)?;
+        per_matrix(name, matrix, 1)?;
     }
     Ok(known.filter(|_| !is_noop(options)))
 }
@@ -36,12 +36,12 @@ pub(super) fn list(matrices: &[Operands<'_>], options: &Options<'_>) -> Result<O
 /// Checks a grouped call; `None` when there is nothing to do.
 pub(super) fn grouped(all: &Operands<'_>, offsets: &TensorView<'_>, options: &Options<'_>) -> Result<Option<Known>> {
     options_alone(options)?;
-    let name = |field: &str| field.to_string();
-    let known = operands(&name, all, all, options)?;
-    let (capacity, columns) = extents(&name, &all.x)?;
+    let name = Name { matrix: None };
+    let known = operands(name, all, all, options)?;
+    let (capacity, columns) = extents(name, &all.x)?;
     let sums = sums_of(offsets, capacity, options)?;
-    outputs(&name, all, options, &sums, columns, true)?;
-    per_matrix(&name, all, offsets.shape()[0] - 1)?;
+    outputs(name, all, options, &sums, columns, true)?;
+    per_matrix(name, all, offsets.shape()[0] - 1)?;
     Ok(Some(known).filter(|_| !is_noop(options)))
 }
 
@@ -53,7 +53,31 @@ pub(super) fn offset(dtype: DType, bytes: &[u8], i: usize) -> i64 {
     }
 }
 
-type Name<'n> = dyn Fn(&str) -> String + 'n;
+/// Whose fields an error names. Text is made for an error only: a good call allocates nothing.
+#[derive(Clone, Copy)]
+struct Name {
+    /// Place in the list; `None` in a group.
+    matrix: Option<usize>,
+}
+
+impl Name {
+    fn of(self, field: &str) -> Field<'_> {
+        Field { matrix: self.matrix, field }
+    }
+}
+
+/// A field of an operand.
+#[derive(Clone, Copy)]
+struct Field<'n> {
+    matrix: Option<usize>,
+    field: &'n str,
+}
+
+impl From<Field<'_>> for String {
+    fn from(Field { matrix, field }: Field<'_>) -> Self {
+        matrix.map_or_else(|| field.into(), |i| format!("matrices[{i}].{field}"))
+    }
+}
 
 fn options_alone(options: &Options<'_>) -> Result<()> {
     if !matches!(options.pad_rows, 1 | 16 | 32 | 128) {
@@ -89,16 +113,16 @@ fn is_noop(options: &Options<'_>) -> bool {
 }
 
 /// Types, presence, and what does not depend on the number of rows.
-fn operands(name: &Name<'_>, o: &Operands<'_>, first: &Operands<'_>, options: &Options<'_>) -> Result<Known> {
+fn operands(name: Name, o: &Operands<'_>, first: &Operands<'_>, options: &Options<'_>) -> Result<Known> {
     let from = o.x.dtype();
-    dtype_of(&name("x"), from, &[DType::F32, DType::F16, DType::BF16])?;
-    same(&name("x"), from, first.x.dtype())?;
-    o.x.host(OP, &name("x"))?;
+    dtype_of(name.of("x"), from, &[DType::F32, DType::F16, DType::BF16])?;
+    same(name.of("x"), from, first.x.dtype())?;
+    o.x.host(OP, name.of("x"))?;
     if o.row.is_none() && o.column.is_none() {
-        return Err(Error::invalid(OP, name("row"), "absent", "present, or column present"));
+        return Err(Error::invalid(OP, name.of("row"), "absent", "present, or column present"));
     }
     for (field, output, of_first) in [("row", &o.row, &first.row), ("column", &o.column, &first.column)] {
-        present(&name(field), output.is_some(), of_first.is_some(), "as in the first matrix")?;
+        present(name.of(field), output.is_some(), of_first.is_some(), "as in the first matrix")?;
     }
     let to = o.row.as_ref().or(o.column.as_ref()).expect("one is present").dtype();
     let fp8 = [DType::E4M3, DType::E5M2, DType::E4M3Fnuz, DType::E5M2Fnuz];
@@ -106,33 +130,33 @@ fn operands(name: &Name<'_>, o: &Operands<'_>, first: &Operands<'_>, options: &O
     let of_first = first.row.as_ref().or(first.column.as_ref()).expect("as in this matrix").dtype();
     for (field, output) in [("row", &o.row), ("column", &o.column)] {
         if let Some(output) = output {
-            dtype_of(&name(field), output.dtype(), if options.scaling == Scaling::Given { &any } else { &fp8 })?;
-            same(&name(field), output.dtype(), of_first)?;
-            output.host(OP, &name(field))?;
+            dtype_of(name.of(field), output.dtype(), if options.scaling == Scaling::Given { &any } else { &fp8 })?;
+            same(name.of(field), output.dtype(), of_first)?;
+            output.host(OP, name.of(field))?;
         }
     }
     let is_block = matches!(options.scaling, Scaling::Block { .. });
     if o.scale.is_some() && options.scaling != Scaling::Given {
-        return Err(Error::invalid(OP, name("scale"), "present", "absent: this scaling computes its scales"));
+        return Err(Error::invalid(OP, name.of("scale"), "present", "absent: this scaling computes its scales"));
     }
     if o.scale_inv.is_some() && is_block {
-        return Err(Error::invalid(OP, name("scale_inv"), "present", "absent: each block has a scale of its own"));
+        return Err(Error::invalid(OP, name.of("scale_inv"), "present", "absent: each block has a scale of its own"));
     }
     let why = if is_block { "for each copy" } else { "only with block scales" };
-    present(&name("row_scales"), o.row_scales.is_some(), is_block && o.row.is_some(), why)?;
-    present(&name("column_scales"), o.column_scales.is_some(), is_block && o.column.is_some(), why)?;
+    present(name.of("row_scales"), o.row_scales.is_some(), is_block && o.row.is_some(), why)?;
+    present(name.of("column_scales"), o.column_scales.is_some(), is_block && o.column.is_some(), why)?;
     Ok(Known { from, to, scaling: options.scaling, pad_rows: options.pad_rows, reset_amax: options.reset_amax })
 }
 
 /// Rows and columns of the input.
-fn extents(name: &Name<'_>, x: &TensorView<'_>) -> Result<(usize, usize)> {
+fn extents(name: Name, x: &TensorView<'_>) -> Result<(usize, usize)> {
     match x.shape() {
         &[rows, columns] => Ok((rows, columns)),
-        shape => Err(Error::invalid(OP, name("x"), format!("of shape {shape:?}"), "[rows, columns]")),
+        shape => Err(Error::invalid(OP, name.of("x"), format!("of shape {shape:?}"), "[rows, columns]")),
     }
 }
 
-fn too_many_rows(name: &str, rows: usize) -> Error {
+fn too_many_rows(name: impl Into<String> + Copy, rows: usize) -> Error {
     Error::invalid(OP, name, format!("of {rows} rows"), "fewer, so that padded rows can be counted")
 }
 
@@ -162,26 +186,26 @@ fn sums_of(offsets: &TensorView<'_>, capacity: usize, options: &Options<'_>) -> 
     Ok(sums)
 }
 
-fn outputs(name: &Name<'_>, o: &Operands<'_>, options: &Options<'_>, sums: &Sums, columns: usize, is_grouped: bool) -> Result<()> {
+fn outputs(name: Name, o: &Operands<'_>, options: &Options<'_>, sums: &Sums, columns: usize, is_grouped: bool) -> Result<()> {
     if let Some(row) = &o.row {
-        output(&name("row"), row, &Shape::exact([sums.rows, columns]).growing(0, is_grouped))?;
+        output(name.of("row"), row, &Shape::exact([sums.rows, columns]).growing(0, is_grouped))?;
     }
     if let Some(column) = &o.column {
         let shape = if is_grouped { Shape::exact([columns.saturating_mul(sums.rows)]) } else { Shape::exact([columns, sums.rows]) };
-        output(&name("column"), column, &shape.growing(0, is_grouped))?;
+        output(name.of("column"), column, &shape.growing(0, is_grouped))?;
     }
     let Scaling::Block { block, formula, layout } = options.scaling else { return Ok(()) };
     for (field, side, view) in [("row_scales", Side::Row, &o.row_scales), ("column_scales", Side::Column, &o.column_scales)] {
         let Some(view) = view else { continue };
-        let name = name(field);
+        let name = name.of(field);
         let dtypes: &[DType] = match (layout, formula) {
             (ScaleLayout::PackedE8m0, _) => &[DType::I32, DType::U32],
             (_, Formula::Mx) => &[DType::E8M0],
             (_, f) if f.is_power_of_two() => &[DType::F32, DType::E8M0],
             _ => &[DType::F32],
         };
-        dtype_of(&name, view.dtype(), dtypes)?;
-        output(&name, view, &scale_shape(side, block, layout, sums, columns, is_grouped))?;
+        dtype_of(name, view.dtype(), dtypes)?;
+        output(name, view, &scale_shape(side, block, layout, sums, columns, is_grouped))?;
         let row_bytes = view.strides()[0].saturating_mul(view.dtype().size());
         // 16 bytes: what TMA and Transformer Engine's GEMMs ask for (spec).
         if layout != ScaleLayout::RowMajor && view.shape()[0] > 1 && !row_bytes.is_multiple_of(16) {
@@ -191,24 +215,24 @@ fn outputs(name: &Name<'_>, o: &Operands<'_>, options: &Options<'_>, sums: &Sums
     Ok(())
 }
 
-fn per_matrix(name: &Name<'_>, o: &Operands<'_>, num_matrices: usize) -> Result<()> {
+fn per_matrix(name: Name, o: &Operands<'_>, num_matrices: usize) -> Result<()> {
     let shape = Shape::exact([num_matrices]);
     if let Some(scale) = &o.scale {
-        dtype_of(&name("scale"), scale.dtype(), &[DType::F32])?;
-        shape_of(&name("scale"), scale.shape(), &shape)?;
-        scale.host(OP, &name("scale"))?;
+        dtype_of(name.of("scale"), scale.dtype(), &[DType::F32])?;
+        shape_of(name.of("scale"), scale.shape(), &shape)?;
+        scale.host(OP, name.of("scale"))?;
     }
     for (field, view) in [("amax", &o.amax), ("scale_inv", &o.scale_inv)] {
         if let Some(view) = view {
-            dtype_of(&name(field), view.dtype(), &[DType::F32])?;
-            output(&name(field), view, &shape)?;
+            dtype_of(name.of(field), view.dtype(), &[DType::F32])?;
+            output(name.of(field), view, &shape)?;
         }
     }
     Ok(())
 }
 
 /// An output: its shape, rows that do not overlap, host memory.
-fn output(name: &str, view: &TensorViewMut<'_>, want: &Shape) -> Result<()> {
+fn output(name: impl Into<String> + Copy, view: &TensorViewMut<'_>, want: &Shape) -> Result<()> {
     shape_of(name, view.shape(), want)?;
     if let (&[rows, columns], &[stride, _]) = (view.shape(), view.strides())
         && rows > 1
@@ -219,7 +243,7 @@ fn output(name: &str, view: &TensorViewMut<'_>, want: &Shape) -> Result<()> {
     view.host(OP, name).map(|_| ())
 }
 
-fn shape_of(name: &str, got: &[usize], want: &Shape) -> Result<()> {
+fn shape_of(name: impl Into<String> + Copy, got: &[usize], want: &Shape) -> Result<()> {
     let fits = |d: usize| got[d] == want[d] || want.grows == Some(d) && got[d] > want[d];
     if got.len() == want.len() && (0..got.len()).all(fits) {
         return Ok(());
@@ -232,7 +256,7 @@ fn shape_of(name: &str, got: &[usize], want: &Shape) -> Result<()> {
     Err(Error::invalid(OP, name, format!("of shape {got:?}"), format!("shape {:?}{larger}", &want[..])))
 }
 
-fn dtype_of(name: &str, got: DType, want: &[DType]) -> Result<()> {
+fn dtype_of(name: impl Into<String> + Copy, got: DType, want: &[DType]) -> Result<()> {
     if want.contains(&got) {
         return Ok(());
     }
@@ -240,14 +264,14 @@ fn dtype_of(name: &str, got: DType, want: &[DType]) -> Result<()> {
     Err(Error::invalid(OP, name, got, names.join(" or ")))
 }
 
-fn same(name: &str, got: DType, first: DType) -> Result<()> {
+fn same(name: impl Into<String> + Copy, got: DType, first: DType) -> Result<()> {
     if got == first {
         return Ok(());
     }
     Err(Error::invalid(OP, name, got, format!("{first}, as the other copies of this call")))
 }
 
-fn present(name: &str, is: bool, must_be: bool, why: &str) -> Result<()> {
+fn present(name: impl Into<String> + Copy, is: bool, must_be: bool, why: &str) -> Result<()> {
     let word = |p| if p { "present" } else { "absent" };
     if is == must_be {
         return Ok(());

@@ -10,11 +10,12 @@ use super::check::{Known, offset};
 use super::formula::{Scale, current};
 use super::kernels::{amax_columns, amax_row, cast_row, scale_row};
 use super::layout::{PACKED, Side, Sums, padded};
-use super::tile::{Beside, LINES, Shared, TILE_COLUMNS, TILE_ROWS, fence, store, tile_stride, transpose};
+use super::tile::{Beside, LINES, Shared, TILE_COLUMNS, TILE_ROWS, store, tile_stride, transpose};
 use super::{Block, OP, Operands, ScaleLayout, Scaling};
 use crate::backend::Cpu;
 use crate::cpu::Level;
 use crate::cpu::convert::widen;
+use crate::cpu::copy::{Store, finish};
 use crate::error::Result;
 use crate::tensor::{TensorView, TensorViewMut};
 
@@ -372,7 +373,7 @@ impl<'a> Batch<'a> {
             self.amax[job_idx].fetch_max(amax, Ordering::Relaxed);
         });
         if self.stream {
-            fence();
+            finish(Store::Streaming);
         }
     }
 

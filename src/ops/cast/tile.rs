@@ -59,7 +59,7 @@ impl<'a> Shared<'a> {
     }
 }
 
-/// Copies `src` to `dst`, of the same length; with `stream`, the whole cache lines of `dst` go past the caches, and [`fence`] must follow.
+/// Copies `src` to `dst`, of the same length; with `stream`, the whole cache lines of `dst` go past the caches, and [`finish`](crate::cpu::copy::finish) must follow.
 #[inline]
 pub(super) fn store(level: Level, dst: &mut [u8], src: &[u8], stream: bool) {
     assert_eq!(dst.len(), src.len(), "store: bytes");
@@ -81,15 +81,6 @@ pub(super) fn store(level: Level, dst: &mut [u8], src: &[u8], stream: bool) {
     #[cfg(not(target_arch = "x86_64"))]
     let _ = (level, stream);
     dst.copy_from_slice(src);
-}
-
-/// Orders the stores of [`store`] before everything that follows.
-pub(super) fn fence() {
-    #[cfg(target_arch = "x86_64")]
-    // SAFETY: every x86-64 has SSE.
-    unsafe {
-        std::arch::x86_64::_mm_sfence();
-    }
 }
 
 /// Writes columns `column..column + LINES` of a tile's buffer to `out`, each as a line of the first `rows` rows. Lines that are not wanted are
@@ -304,6 +295,7 @@ impl Beside<'_> {
 mod tests {
     use super::*;
     use crate::check::guarded::Guarded;
+    use crate::cpu::copy::{Store, finish};
 
     #[test]
     fn every_element_moves_to_its_place_at_every_level() {
@@ -319,7 +311,7 @@ mod tests {
                     let mut out = lines.iter_mut();
                     let mut out = std::array::from_fn(|_| out.next().expect("LINES of them").bytes_mut());
                     transpose(level, size, &tile, column, rows, &mut out, stream);
-                    fence();
+                    finish(Store::Streaming);
                     for (i, line) in lines.iter().enumerate() {
                         line.check("line").unwrap();
                         for (r, got) in line.bytes().chunks(size).enumerate() {
@@ -339,7 +331,7 @@ mod tests {
             for (offset, len) in [(0, 64), (0, 512), (0, 63), (1, 64), (32, 128), (5, 0)] {
                 let mut out = Guarded::at_offset(len, offset);
                 store(level, out.bytes_mut(), &src[..len], true);
-                fence();
+                finish(Store::Streaming);
                 out.check("store").unwrap();
                 assert_eq!(out.bytes(), &src[..len], "{level:?} {offset} {len}");
             }
