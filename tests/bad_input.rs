@@ -54,14 +54,34 @@ fn device_addresses() -> Result<(), Failed> {
     let layout = Layout::contiguous("test", DType::BF16, &[4, 8])?;
     for address in [0, 1, 0x1001] {
         let device = DeviceAddress { device: 0, address };
-        names_argument("null or misaligned", TensorView::from_device(device, layout), "address")?;
-        names_argument("null or misaligned", TensorViewMut::from_device(device, layout), "address")?;
+        names_argument(
+            "null or misaligned",
+            {
+                // SAFETY: no operation runs with this view: it is refused.
+                unsafe { TensorView::from_device(device, layout) }
+            },
+            "address",
+        )?;
+        names_argument(
+            "null or misaligned",
+            {
+                // SAFETY: no operation runs with this view: it is refused.
+                unsafe { TensorViewMut::from_device(device, layout) }
+            },
+            "address",
+        )?;
     }
-    let view = TensorView::from_device(DeviceAddress { device: 3, address: 0x1000 }, layout)?;
+    let view = {
+        // SAFETY: no operation runs with this view: it is refused.
+        unsafe { TensorView::from_device(DeviceAddress { device: 3, address: 0x1000 }, layout) }
+    }?;
     assert_eq!(view.device().map(|d| d.device), Some(3));
     names_argument("a device address on the cpu", view.host("gate", "x"), "x")?;
     // An empty tensor may be anywhere.
-    TensorView::from_device(DeviceAddress { device: 0, address: 0 }, Layout::contiguous("test", DType::BF16, &[0, 8])?)?;
+    {
+        // SAFETY: no operation runs with this view: it is refused.
+        unsafe { TensorView::from_device(DeviceAddress { device: 0, address: 0 }, Layout::contiguous("test", DType::BF16, &[0, 8])?) }
+    }?;
     Ok(())
 }
 
