@@ -154,6 +154,15 @@ DEVICE float widen_f16_bits(u16 bits) {
 }
 #endif
 
+// The address is made here, and not where it is used: before a wait, not after it.
+DEVICE void settle(const char*& address) {
+#if PLATFORM_AMD
+    asm volatile("" : "+v"(address));
+#else
+    asm volatile("" : "+l"(address));
+#endif
+}
+
 // Memory. 16 bytes at a 16-byte boundary, or one element; the address is in global memory.
 
 struct alignas(16) Vec16 {

@@ -13,16 +13,28 @@
 //            rows and w lie at 16 bytes and k is a multiple of 8; with ALIGNED_ROWS the same holds for s, out and n. out does not overlap
 //            itself. ROWS_PER_BLOCK is 1 unless TEAMS_PER_ROW is.
 
-constexpr int LANES = 32;                                             // spec (order of the sum): values of l
-constexpr int EIGHT = 8;                                              // spec: values of e
-constexpr int VECTORS = ELEMENTS_PER_LANE / EIGHT;                    // values of w of one lane
+constexpr int LANES = 32; // spec (order of the sum): values of l
+constexpr int EIGHT = 8;  // spec: values of e
 constexpr int ROW_THREADS = LANES * TEAMS_PER_ROW;
 constexpr int THREADS = ROW_THREADS * ROWS_PER_BLOCK;
-constexpr int PARTIALS = TEAMS_PER_ROW * CLUSTER;
-constexpr u64 PASS = (u64)LANES * EIGHT * VECTORS * PARTIALS;         // elements between values of j
-static_assert(ONE_PASS || PASS == 8192, "More than one pass over the row takes all 32 values of w in each.");
-static_assert(ROWS_PER_BLOCK == 1 || PARTIALS == 1, "Teams that share a row use the shared memory of the whole block.");
+constexpr int PARTIALS = TEAMS_PER_ROW * CLUSTER; // teams of a row
+// What a lane holds at a time: VECTORS neighbouring values of w and, once these are all that the row has, BATCH neighbouring values of j.
+constexpr int VECTORS = ELEMENTS_PER_LANE / EIGHT < LANES / PARTIALS ? ELEMENTS_PER_LANE / EIGHT : LANES / PARTIALS;
+constexpr int BATCH = ELEMENTS_PER_LANE / EIGHT / VECTORS;
+constexpr u32 PASS = LANES * EIGHT * VECTORS * PARTIALS; // elements of one value of j
+static_assert((BATCH == 1 && ONE_PASS) || PASS == 8192, "A second value of j comes after all 32 values of w.");
+static_assert(ROWS_PER_BLOCK == 1 || PARTIALS == 1, "Teams that share a row use the shared memory and the barrier of the whole block.");
 static_assert((VECTORS & (VECTORS - 1)) == 0 && (PARTIALS & (PARTIALS - 1)) == 0, "Pairs over w are pairs of equal ranges.");
+static_assert(ELEMENTS_PER_LANE == EIGHT * VECTORS * BATCH, "Each lane holds the same number of whole vectors.");
+
+// Of elements of x and w in their rows: 32 bits are enough for what one pass takes.
+template <bool SMALL> struct IndexOf {
+    using Type = u32;
+};
+template <> struct IndexOf<false> {
+    using Type = u64;
+};
+using Index = IndexOf<ONE_PASS>::Type;
 
 // What is computed.
 enum Form { GATE, GATE_MUL, GATE_MUL_ADD, SIGMOID_MUL, SIGMOID_MUL_EACH };
@@ -30,36 +42,47 @@ constexpr bool HAS_DOT = FORM <= GATE_MUL_ADD;
 constexpr bool HAS_ROWS = FORM != GATE;
 
 // Bits of Parameters::flags.
-constexpr u32 CONSTANT_WEIGHTS = 1; // w and bias may be read before the launches that this one depends on have ended
+constexpr u32 CONSTANT_WEIGHTS = 1; // w may be read before the launches that this one depends on have ended
 constexpr u32 LINEAR = 2;           // no sigmoid
 constexpr u32 FRAMEWORK = 4;        // Rounding::Framework
-constexpr u32 BIAS_F32 = 8;         // bias is f32, else X
-constexpr u32 ADDEND_F32 = 16;      // addend is f32, else X
-constexpr u32 OUT_F32 = 32;         // the result of GATE is f32, else X
-constexpr u32 IDX_I64 = 64;         // idx is i64, else i32
+constexpr u32 HAS_BIAS = 8;
+constexpr u32 BIAS_F32 = 16; // bias is f32, else X
+constexpr u32 HAS_ADDEND = 32;
+constexpr u32 ADDEND_F32 = 64; // addend is f32, else X
+constexpr u32 OUT_F32 = 128;   // the result of GATE is f32, else X
+constexpr u32 HAS_IDX = 256;
+constexpr u32 IDX_I64 = 512; // idx is i64, else i32
 
+// What every call needs comes first: each 64 bytes that are touched are a miss of the constant cache.
 struct Parameters {
     const char* x;
-    const char* w;      // of the sigmoid forms: g
+    const char* w; // of the sigmoid forms: g
     u64 k;
-    u64 x_stride;
-    u64 num_tokens;
-    char* out;
-    u64 out_stride;
-    float scale;
     u32 flags;
-    const char* bias;   // or null
-    const char* addend; // or null
+    float scale;
+    char* out;
+    u64 num_tokens;
+
+    u64 x_stride;
+    u64 out_stride;
+    const char* bias;
+    const char* addend;
     u64 addend_stride;
-    const char* s;
-    u64 s_stride;
-    u64 n;
+    union {
+        const char* s; // of the forms with rows
+        char* idx;     // of GATE
+    };
+    union {
+        u64 s_stride;
+        u64 idx_stride;
+    };
+    union {
+        u64 n;
+        u64 shared_expert;
+    };
+
     u64 columns_per_block; // a multiple of 8
-    char* idx;             // or null
-    u64 idx_stride;
     u64 w_stride;          // of the sigmoid forms
-    u32 shared_expert;
-    u32 reserved;
 };
 
 // Eight neighbours of a row.
@@ -88,13 +111,13 @@ template <class T> DEVICE void set_element(Eight<T>& eight, int e, T value) {
 enum class Reuse { CONSTANT, KEPT, ONCE };
 
 // Elements i .. i + 8 of a row of k; those that it lacks are +0.
-template <class T, bool ALIGNED, Reuse REUSE> DEVICE Eight<T> load_eight(const char* row, u64 i, u64 k) {
+template <class T, bool ALIGNED, Reuse REUSE, class I> DEVICE Eight<T> load_eight(const char* row, I i, I k) {
     Eight<T> eight = {};
     if constexpr (ALIGNED) {
         if (i < k) {
 #pragma unroll
             for (int v = 0; v < (int)(sizeof(T) / 2); v++) {
-                const char* at = row + i * sizeof(T) + 16 * v;
+                const char* at = row + (u64)i * sizeof(T) + 16 * v;
                 eight.vec[v] = REUSE == Reuse::CONSTANT ? load_constant(at) : REUSE == Reuse::KEPT ? load(at) : load_once(at);
             }
         }
@@ -108,7 +131,7 @@ template <class T, bool ALIGNED, Reuse REUSE> DEVICE Eight<T> load_eight(const c
 }
 
 // What a lane holds of BATCH passes over a row of k, from its element i on.
-template <class T, Reuse REUSE> DEVICE void load_batch(Eight<T> (&to)[BATCH][VECTORS], const char* row, u64 i, u64 k) {
+template <class T, Reuse REUSE> DEVICE void load_batch(Eight<T> (&to)[BATCH][VECTORS], const char* row, Index i, Index k) {
 #pragma unroll
     for (int b = 0; b < BATCH; b++) {
 #pragma unroll
@@ -158,50 +181,59 @@ template <int NUM> DEVICE float sum_of_pairs(const float (&term)[NUM]) {
     }
 }
 
+// The pairs over the bits of l that are BIT, 2 * BIT, .. 16 lanes apart; every lane gets the sum.
+template <int BIT> DEVICE float sum_of_lanes(float sum) {
+    sum += shuffle_xor<BIT>(sum);
+    if constexpr (BIT < 16) {
+        return sum_of_lanes<2 * BIT>(sum);
+    } else {
+        return sum;
+    }
+}
+
 // The whole dot from the sums of all teams: high bits of w, then l. Every lane of every team gets it.
 DEVICE float sum_of_teams(const float (&partial)[PARTIALS][LANES], u32 lane) {
-    if constexpr (QUADS) {
-        // A lane takes four neighbours of l, so that two of the bits of l are added in registers.
-        float quad[4];
-        float term[4][PARTIALS];
+    if constexpr (FINAL == 0) {
+        float term[PARTIALS];
 #pragma unroll
-        for (int w = 0; w < PARTIALS; w++) {
-            const Vec16 vec = *(const Vec16*)&partial[w][lane % 8 * 4];
+        for (int w = 0; w < PARTIALS; w++) term[w] = partial[w][lane];
+        return sum_of_lanes<1>(sum_of_pairs<PARTIALS>(term));
+    } else {
+        // Eight lanes take four neighbours of l each, so that two of the bits of l are added in registers; GROUPS groups of eight take equal ranges of w.
+        constexpr int GROUPS = FINAL == 2 && PARTIALS >= 4 ? 4 : 1;
+        constexpr int NUM = PARTIALS / GROUPS;
+        float quad[4];
+        float term[4][NUM];
+#pragma unroll
+        for (int w = 0; w < NUM; w++) {
+            const Vec16 vec = *(const Vec16*)&partial[(GROUPS == 1 ? 0 : lane / 8 * NUM) + w][lane % 8 * 4];
 #pragma unroll
             for (int l = 0; l < 4; l++) term[l][w] = float_of(vec.word[l]);
         }
 #pragma unroll
-        for (int l = 0; l < 4; l++) quad[l] = sum_of_pairs<PARTIALS>(term[l]);
+        for (int l = 0; l < 4; l++) {
+            quad[l] = sum_of_pairs<NUM>(term[l]);
+            if constexpr (GROUPS == 4) quad[l] = sum_of_lanes<8>(quad[l]);
+        }
         float sum = sum_of_pairs<4>(quad);
         sum += shuffle_xor<1>(sum);
         sum += shuffle_xor<2>(sum);
         return sum + shuffle_xor<4>(sum);
-    } else {
-        float term[PARTIALS];
-#pragma unroll
-        for (int w = 0; w < PARTIALS; w++) term[w] = partial[w][lane];
-        float sum = sum_of_pairs<PARTIALS>(term);
-        sum += shuffle_xor<1>(sum);
-        sum += shuffle_xor<2>(sum);
-        sum += shuffle_xor<4>(sum);
-        sum += shuffle_xor<8>(sum);
-        return sum + shuffle_xor<16>(sum);
     }
 }
 
 // From the dot to the gate. Absent bias and addend are -0, which changes no sum.
-DEVICE float gate_of(float dot, float bias, float addend, const Parameters& p) {
+DEVICE float gate_of(float dot, float bias, float addend, u32 flags, float scale) {
     float v = dot + bias;
-    if (!(p.flags & FRAMEWORK)) {
-        v = v + addend;
-        if (!(p.flags & LINEAR)) v = sigmoid(v);
-        return v * p.scale;
-    }
-    v = round_to<X>(v);
-    if (p.addend) v = round_to<X>(v + addend);
-    if (!(p.flags & LINEAR)) v = round_to<X>(sigmoid(v));
-    v = v * p.scale;
-    return FORM == GATE && (p.flags & OUT_F32) ? v : round_to<X>(v);
+    if (!(flags & (FRAMEWORK | LINEAR))) return sigmoid(v + addend) * scale;
+    const bool framework = flags & FRAMEWORK;
+    if (framework) v = round_to<X>(v);
+    v += addend;
+    if (framework) v = round_to<X>(v);
+    if (!(flags & LINEAR)) v = sigmoid(v);
+    if (framework) v = round_to<X>(v);
+    v *= scale;
+    return framework && !(FORM == GATE && (flags & OUT_F32)) ? round_to<X>(v) : v;
 }
 
 constexpr int NUM_KEPT = HAS_ROWS ? KEPT_VECTORS : 1;
@@ -243,31 +275,30 @@ KERNEL(THREADS) gate(PARAMETERS(Parameters) p) {
     const u32 rank = CLUSTER > 1 ? cluster_rank() : 0;
     const u64 t = (u64)(block_idx_x() / CLUSTER) * ROWS_PER_BLOCK + thread / ROW_THREADS;
     const u32 part = rank * TEAMS_PER_ROW + team;
-    const u64 first = (u64)part * (LANES * EIGHT * VECTORS) + lane * EIGHT;
+    const Index first = (Index)part * (LANES * EIGHT * VECTORS) + lane * EIGHT;
+    const Index k = (Index)p.k;
+    const u32 flags = p.flags;
+    const float scale = p.scale;
+    const char* x_row = p.x + t * p.x_stride;
+    settle(x_row);
     if constexpr (CLUSTER > 1) cluster_arrive_relaxed();
 
-    // Weights, at once if they are constant.
     Eight<W> w[BATCH][VECTORS];
-    float bias = -0.0f, addend = -0.0f;
     if constexpr (HAS_DOT) {
-        if (p.flags & CONSTANT_WEIGHTS) {
-            load_batch<W, Reuse::CONSTANT>(w, p.w, first, p.k);
-            if (p.bias) bias = load_x_or_f32(p.bias, p.flags & BIAS_F32);
-        }
+        if (flags & CONSTANT_WEIGHTS) load_batch<W, Reuse::CONSTANT>(w, p.w, first, k);
     }
+    const bool in_range = t < p.num_tokens;
     wait_for_dependencies();
     launch_dependents();
-    if (ROWS_PER_BLOCK > 1 && t >= p.num_tokens) return;
+    if (!in_range) return; // only of a block with several rows, which have no barrier
 
-    const char* x_row = p.x + t * p.x_stride;
     Eight<X> x[BATCH][VECTORS];
+    float bias = -0.0f, addend = -0.0f;
     if constexpr (HAS_DOT) {
-        load_batch<X, Reuse::ONCE>(x, x_row, first, p.k);
-        if (!(p.flags & CONSTANT_WEIGHTS)) {
-            load_batch<W, Reuse::KEPT>(w, p.w, first, p.k);
-            if (p.bias) bias = load_x_or_f32(p.bias, p.flags & BIAS_F32);
-        }
-        if (p.addend) addend = load_x_or_f32(p.addend + t * p.addend_stride, p.flags & ADDEND_F32);
+        load_batch<X, Reuse::ONCE>(x, x_row, first, k);
+        if (!(flags & CONSTANT_WEIGHTS)) load_batch<W, Reuse::KEPT>(w, p.w, first, k);
+        if (flags & HAS_BIAS) bias = load_x_or_f32(p.bias, flags & BIAS_F32);
+        if (flags & HAS_ADDEND) addend = load_x_or_f32(p.addend + t * p.addend_stride, flags & ADDEND_F32);
     }
 
     // The first columns, while the dot is made.
@@ -301,9 +332,9 @@ KERNEL(THREADS) gate(PARAMETERS(Parameters) p) {
         };
         multiply();
         if constexpr (!ONE_PASS) {
-            for (u64 j = BATCH; j * PASS < p.k; j += BATCH) {
-                load_batch<X, Reuse::ONCE>(x, x_row, j * PASS + first, p.k);
-                load_batch<W, Reuse::KEPT>(w, p.w, j * PASS + first, p.k);
+            for (u64 i = first + BATCH * PASS; i - first < k; i += BATCH * PASS) {
+                load_batch<X, Reuse::ONCE>(x, x_row, i, k);
+                load_batch<W, Reuse::KEPT>(w, p.w, i, k);
                 multiply();
             }
         }
@@ -313,11 +344,7 @@ KERNEL(THREADS) gate(PARAMETERS(Parameters) p) {
         float sum = sum_of_pairs<VECTORS>(over_e);
 
         if constexpr (PARTIALS == 1) {
-            sum += shuffle_xor<1>(sum);
-            sum += shuffle_xor<2>(sum);
-            sum += shuffle_xor<4>(sum);
-            sum += shuffle_xor<8>(sum);
-            sum += shuffle_xor<16>(sum);
+            sum = sum_of_lanes<1>(sum);
         } else {
             SHARED alignas(16) float partial[PARTIALS][LANES];
             if constexpr (CLUSTER == 1) {
@@ -334,10 +361,10 @@ KERNEL(THREADS) gate(PARAMETERS(Parameters) p) {
             if (!HAS_ROWS && team != 0) return;
             sum = sum_of_teams(partial, lane);
         }
-        g = gate_of(sum + 0.0f, bias, addend, p);
+        g = gate_of(sum + 0.0f, bias, addend, flags, scale);
     } else if constexpr (FORM == SIGMOID_MUL) {
         g = sigmoid(widen<W>(*(const W*)(p.w + t * p.w_stride)));
-        if (p.flags & FRAMEWORK) g = round_to<W>(g);
+        if (flags & FRAMEWORK) g = round_to<W>(g);
     } else {
         g = 1.0f;
     }
@@ -345,15 +372,15 @@ KERNEL(THREADS) gate(PARAMETERS(Parameters) p) {
     if constexpr (!HAS_ROWS) {
         if (lane != 0) return;
         char* out = p.out + t * p.out_stride;
-        if (p.flags & OUT_F32) {
+        if (flags & OUT_F32) {
             *(float*)out = g;
         } else {
             *(X*)out = narrow<X>(g);
         }
-        if (p.idx) {
+        if (flags & HAS_IDX) {
             char* idx = p.idx + t * p.idx_stride;
-            if (p.flags & IDX_I64) {
-                *(i64*)idx = p.shared_expert;
+            if (flags & IDX_I64) {
+                *(i64*)idx = (i64)p.shared_expert;
             } else {
                 *(i32*)idx = (i32)p.shared_expert;
             }
