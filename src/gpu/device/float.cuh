@@ -96,5 +96,5 @@ DEVICE float exponential(float x) {
 
 // 1 / (1 + exp(-x)): IEEE add and divide. A large negative x gives 0; NaN stays.
 DEVICE float sigmoid(float x) {
-    return 1.0f / (1.0f + exponential(-x));
+    return reciprocal(1.0f + exponential(-x));
 }

@@ -49,21 +49,22 @@ constexpr u32 HAS_BIAS = 8;
 constexpr u32 BIAS_F32 = 16; // bias is f32, else X
 constexpr u32 HAS_ADDEND = 32;
 constexpr u32 ADDEND_F32 = 64; // addend is f32, else X
-constexpr u32 OUT_F32 = 128;   // the result of GATE is f32, else X
+constexpr u32 SCALED = 128;    // scale is not 1
 constexpr u32 HAS_IDX = 256;
 constexpr u32 IDX_I64 = 512; // idx is i64, else i32
+constexpr u32 OPTIONS = LINEAR | FRAMEWORK | HAS_BIAS | HAS_ADDEND | SCALED;
 
-// What every call needs comes first: each 64 bytes that are touched are a miss of the constant cache.
+// What every call needs comes first: each 64 bytes that are touched are a miss of the constant cache (spec: parameters start at 0x210, so the first
+// 48 bytes are one line).
 struct Parameters {
     const char* x;
     const char* w; // of the sigmoid forms: g
+    u64 x_stride;
     u64 k;
     u32 flags;
     float scale;
     char* out;
-    u64 num_tokens;
 
-    u64 x_stride;
     u64 out_stride;
     const char* bias;
     const char* addend;
@@ -80,6 +81,7 @@ struct Parameters {
         u64 n;
         u64 shared_expert;
     };
+    u64 num_tokens;
 
     u64 columns_per_block; // a multiple of 8
     u64 w_stride;          // of the sigmoid forms
@@ -110,32 +112,36 @@ template <class T> DEVICE void set_element(Eight<T>& eight, int e, T value) {
 
 enum class Reuse { CONSTANT, KEPT, ONCE };
 
-// Elements i .. i + 8 of a row of k; those that it lacks are +0.
-template <class T, bool ALIGNED, Reuse REUSE, class I> DEVICE Eight<T> load_eight(const char* row, I i, I k) {
-    Eight<T> eight = {};
+// Elements i .. i + 8 of a row of k, of which `at` is element i; what the row lacks stays as it is in `eight`.
+template <class T, bool ALIGNED, Reuse REUSE, class I> DEVICE void load_eight(Eight<T>& eight, const char* at, I i, I k) {
     if constexpr (ALIGNED) {
-        if (i < k) {
 #pragma unroll
-            for (int v = 0; v < (int)(sizeof(T) / 2); v++) {
-                const char* at = row + (u64)i * sizeof(T) + 16 * v;
-                eight.vec[v] = REUSE == Reuse::CONSTANT ? load_constant(at) : REUSE == Reuse::KEPT ? load(at) : load_once(at);
+        for (int v = 0; v < (int)(sizeof(T) / 2); v++) {
+            if constexpr (REUSE == Reuse::CONSTANT) {
+                load_constant(eight.vec[v], at + 16 * v, i < k);
+            } else if constexpr (REUSE == Reuse::KEPT) {
+                load(eight.vec[v], at + 16 * v, i < k);
+            } else {
+                load_once(eight.vec[v], at + 16 * v, i < k);
             }
         }
     } else {
 #pragma unroll
         for (int e = 0; e < EIGHT; e++) {
-            if (i + e < k) set_element<T>(eight, e, ((const T*)row)[i + e]);
+            if (i + e < k) set_element<T>(eight, e, ((const T*)at)[e]);
         }
     }
-    return eight;
 }
 
-// What a lane holds of BATCH passes over a row of k, from its element i on.
-template <class T, Reuse REUSE> DEVICE void load_batch(Eight<T> (&to)[BATCH][VECTORS], const char* row, Index i, Index k) {
+// What a lane holds of BATCH passes over a row of k, from its element i on, which lies at `at`.
+template <class T, Reuse REUSE> DEVICE void load_batch(Eight<T> (&to)[BATCH][VECTORS], const char* at, Index i, Index k) {
 #pragma unroll
     for (int b = 0; b < BATCH; b++) {
 #pragma unroll
-        for (int v = 0; v < VECTORS; v++) to[b][v] = load_eight<T, ALIGNED_DOT, REUSE>(row, i + b * PASS + v * (LANES * EIGHT), k);
+        for (int v = 0; v < VECTORS; v++) {
+            const u32 distance = b * PASS + v * (LANES * EIGHT);
+            load_eight<T, ALIGNED_DOT, REUSE>(to[b][v], at + distance * sizeof(T), i + distance, k);
+        }
     }
 }
 
@@ -193,47 +199,23 @@ template <int BIT> DEVICE float sum_of_lanes(float sum) {
 
 // The whole dot from the sums of all teams: high bits of w, then l. Every lane of every team gets it.
 DEVICE float sum_of_teams(const float (&partial)[PARTIALS][LANES], u32 lane) {
-    if constexpr (FINAL == 0) {
-        float term[PARTIALS];
+    float term[PARTIALS];
 #pragma unroll
-        for (int w = 0; w < PARTIALS; w++) term[w] = partial[w][lane];
-        return sum_of_lanes<1>(sum_of_pairs<PARTIALS>(term));
-    } else {
-        // Eight lanes take four neighbours of l each, so that two of the bits of l are added in registers; GROUPS groups of eight take equal ranges of w.
-        constexpr int GROUPS = FINAL == 2 && PARTIALS >= 4 ? 4 : 1;
-        constexpr int NUM = PARTIALS / GROUPS;
-        float quad[4];
-        float term[4][NUM];
-#pragma unroll
-        for (int w = 0; w < NUM; w++) {
-            const Vec16 vec = *(const Vec16*)&partial[(GROUPS == 1 ? 0 : lane / 8 * NUM) + w][lane % 8 * 4];
-#pragma unroll
-            for (int l = 0; l < 4; l++) term[l][w] = float_of(vec.word[l]);
-        }
-#pragma unroll
-        for (int l = 0; l < 4; l++) {
-            quad[l] = sum_of_pairs<NUM>(term[l]);
-            if constexpr (GROUPS == 4) quad[l] = sum_of_lanes<8>(quad[l]);
-        }
-        float sum = sum_of_pairs<4>(quad);
-        sum += shuffle_xor<1>(sum);
-        sum += shuffle_xor<2>(sum);
-        return sum + shuffle_xor<4>(sum);
-    }
+    for (int w = 0; w < PARTIALS; w++) term[w] = partial[w][lane];
+    return sum_of_lanes<1>(sum_of_pairs<PARTIALS>(term));
 }
 
-// From the dot to the gate. Absent bias and addend are -0, which changes no sum.
-DEVICE float gate_of(float dot, float bias, float addend, u32 flags, float scale) {
-    float v = dot + bias;
-    if (!(flags & (FRAMEWORK | LINEAR))) return sigmoid(v + addend) * scale;
+// From the dot to the gate with any option. An absent bias or addend is -0, which changes no sum.
+RARE float gate_with_options(float dot, float bias, float addend, u32 flags, float scale) {
     const bool framework = flags & FRAMEWORK;
+    float v = dot + bias;
     if (framework) v = round_to<X>(v);
     v += addend;
     if (framework) v = round_to<X>(v);
     if (!(flags & LINEAR)) v = sigmoid(v);
     if (framework) v = round_to<X>(v);
     v *= scale;
-    return framework && !(FORM == GATE && (flags & OUT_F32)) ? round_to<X>(v) : v;
+    return framework && HAS_ROWS ? round_to<X>(v) : v; // a gate that is the result is rounded once, to the type of the result, by its store
 }
 
 constexpr int NUM_KEPT = HAS_ROWS ? KEPT_VECTORS : 1;
@@ -245,7 +227,7 @@ struct Kept {
 };
 
 // out = g * s and its kin, for the eight columns from i on.
-DEVICE void finish_eight(const Parameters& p, u64 t, float g, u64 i, u64 end, const Eight<S>& s, const Eight<S>& before) {
+DEVICE void finish_eight(const Parameters& p, char* out_row, u32 t, float g, u64 i, u64 end, const Eight<S>& s, const Eight<S>& before) {
     float value[EIGHT];
 #pragma unroll
     for (int e = 0; e < EIGHT; e++) {
@@ -256,7 +238,8 @@ DEVICE void finish_eight(const Parameters& p, u64 t, float g, u64 i, u64 end, co
         }
     }
     if constexpr (FORM == SIGMOID_MUL_EACH) {
-        const Eight<W> gates = load_eight<W, ALIGNED_DOT, Reuse::ONCE>(p.w + t * p.w_stride, i, end);
+        Eight<W> gates = {};
+        load_eight<W, ALIGNED_DOT, Reuse::ONCE>(gates, p.w + t * p.w_stride + i * sizeof(W), i, end);
 #pragma unroll
         for (int e = 0; e < EIGHT; e++) {
             float gate = sigmoid(element<W>(gates, e));
@@ -264,56 +247,58 @@ DEVICE void finish_eight(const Parameters& p, u64 t, float g, u64 i, u64 end, co
             value[e] = gate * element<S>(s, e);
         }
     }
-    store_eight<S, ALIGNED_ROWS>(p.out + t * p.out_stride, i, end, value);
+    store_eight<S, ALIGNED_ROWS>(out_row, i, end, value);
 }
 
 KERNEL(THREADS) gate(PARAMETERS(Parameters) p) {
     const u32 thread = thread_idx();
     const u32 lane = thread % LANES;
-    const u32 team = thread / LANES % TEAMS_PER_ROW;
+    const u32 team = thread / LANES % (u32)TEAMS_PER_ROW;
     const u32 row_thread = thread % ROW_THREADS;
     const u32 rank = CLUSTER > 1 ? cluster_rank() : 0;
-    const u64 t = (u64)(block_idx_x() / CLUSTER) * ROWS_PER_BLOCK + thread / ROW_THREADS;
-    const u32 part = rank * TEAMS_PER_ROW + team;
+    const u32 t = block_idx_x() / (u32)CLUSTER * (u32)ROWS_PER_BLOCK + thread / ROW_THREADS;
+    const u32 part = rank * (u32)TEAMS_PER_ROW + team;
     const Index first = (Index)part * (LANES * EIGHT * VECTORS) + lane * EIGHT;
     const Index k = (Index)p.k;
     const u32 flags = p.flags;
-    const float scale = p.scale;
-    const char* x_row = p.x + t * p.x_stride;
-    settle(x_row);
+    // Addresses are made before the wait.
+    const char* x_at = p.x + t * p.x_stride + first * sizeof(X);
+    const char* w_at = p.w + first * sizeof(W);
+    settle(x_at);
+    settle(w_at);
     if constexpr (CLUSTER > 1) cluster_arrive_relaxed();
 
-    Eight<W> w[BATCH][VECTORS];
+    Eight<W> w[BATCH][VECTORS] = {};
     if constexpr (HAS_DOT) {
-        if (flags & CONSTANT_WEIGHTS) load_batch<W, Reuse::CONSTANT>(w, p.w, first, k);
+        if (flags & CONSTANT_WEIGHTS) load_batch<W, Reuse::CONSTANT>(w, w_at, first, k);
     }
-    const bool in_range = t < p.num_tokens;
     wait_for_dependencies();
     launch_dependents();
-    if (!in_range) return; // only of a block with several rows, which have no barrier
+    if (ROWS_PER_BLOCK > 1 && t >= p.num_tokens) return;
 
-    Eight<X> x[BATCH][VECTORS];
+    Eight<X> x[BATCH][VECTORS] = {};
     float bias = -0.0f, addend = -0.0f;
     if constexpr (HAS_DOT) {
-        load_batch<X, Reuse::ONCE>(x, x_row, first, k);
-        if (!(flags & CONSTANT_WEIGHTS)) load_batch<W, Reuse::KEPT>(w, p.w, first, k);
-        if (flags & HAS_BIAS) bias = load_x_or_f32(p.bias, flags & BIAS_F32);
-        if (flags & HAS_ADDEND) addend = load_x_or_f32(p.addend + t * p.addend_stride, flags & ADDEND_F32);
+        load_batch<X, Reuse::ONCE>(x, x_at, first, k);
+        if (!(flags & CONSTANT_WEIGHTS)) load_batch<W, Reuse::KEPT>(w, w_at, first, k);
+        if (flags & (HAS_BIAS | HAS_ADDEND)) {
+            if (flags & HAS_BIAS) bias = load_x_or_f32(p.bias, flags & BIAS_F32);
+            if (flags & HAS_ADDEND) addend = load_x_or_f32(p.addend + t * p.addend_stride, flags & ADDEND_F32);
+        }
     }
+    char* const out_row = p.out + t * p.out_stride;
 
     // The first columns, while the dot is made.
     const char* s_row = p.s + t * p.s_stride;
-    const u64 begin = HAS_ROWS ? (u64)(block_idx_y() * CLUSTER + rank) * p.columns_per_block : 0;
+    const u64 begin = HAS_ROWS ? (u64)(block_idx_y() * (u32)CLUSTER + rank) * p.columns_per_block : 0;
     const u64 end = begin + p.columns_per_block < p.n ? begin + p.columns_per_block : p.n;
-    Kept kept;
+    Kept kept = {};
     auto column = [&](u64 v) { return begin + (v * ROW_THREADS + row_thread) * EIGHT; };
     if constexpr (HAS_ROWS) {
 #pragma unroll
         for (int v = 0; v < NUM_KEPT; v++) {
-            kept.s[v] = load_eight<S, ALIGNED_ROWS, Reuse::ONCE>(s_row, column(v), end);
-            if constexpr (FORM == GATE_MUL_ADD) {
-                kept.out[v] = load_eight<S, ALIGNED_ROWS, Reuse::ONCE>(p.out + t * p.out_stride, column(v), end);
-            }
+            load_eight<S, ALIGNED_ROWS, Reuse::ONCE>(kept.s[v], s_row + column(v) * sizeof(S), column(v), end);
+            if constexpr (FORM == GATE_MUL_ADD) load_eight<S, ALIGNED_ROWS, Reuse::ONCE>(kept.out[v], out_row + column(v) * sizeof(S), column(v), end);
         }
     }
 
@@ -333,8 +318,13 @@ KERNEL(THREADS) gate(PARAMETERS(Parameters) p) {
         multiply();
         if constexpr (!ONE_PASS) {
             for (u64 i = first + BATCH * PASS; i - first < k; i += BATCH * PASS) {
-                load_batch<X, Reuse::ONCE>(x, x_row, i, k);
-                load_batch<W, Reuse::KEPT>(w, p.w, i, k);
+#pragma unroll
+                for (int b = 0; b < BATCH; b++) {
+#pragma unroll
+                    for (int v = 0; v < VECTORS; v++) x[b][v] = {}, w[b][v] = {};
+                }
+                load_batch<X, Reuse::ONCE>(x, x_at + (i - first) * sizeof(X), i, k);
+                load_batch<W, Reuse::KEPT>(w, w_at + (i - first) * sizeof(W), i, k);
                 multiply();
             }
         }
@@ -353,7 +343,7 @@ KERNEL(THREADS) gate(PARAMETERS(Parameters) p) {
             } else {
                 cluster_wait_acquire(); // all blocks have started
                 // Who needs the gate: every block has columns, but one number is written once.
-                for (u32 to = 0; to < (HAS_ROWS ? CLUSTER : 1); to++) store_to_cluster(&partial[part][lane], to, sum);
+                for (u32 to = 0; to < (HAS_ROWS ? (u32)CLUSTER : 1); to++) store_to_cluster(&partial[part][lane], to, sum);
                 cluster_arrive_release();
                 if (!HAS_ROWS && rank != 0) return;
                 cluster_wait_acquire();
@@ -361,7 +351,8 @@ KERNEL(THREADS) gate(PARAMETERS(Parameters) p) {
             if (!HAS_ROWS && team != 0) return;
             sum = sum_of_teams(partial, lane);
         }
-        g = gate_of(sum + 0.0f, bias, addend, flags, scale);
+        sum += 0.0f;
+        g = flags & OPTIONS ? gate_with_options(sum, bias, addend, flags, p.scale) : sigmoid(sum);
     } else if constexpr (FORM == SIGMOID_MUL) {
         g = sigmoid(widen<W>(*(const W*)(p.w + t * p.w_stride)));
         if (flags & FRAMEWORK) g = round_to<W>(g);
@@ -371,12 +362,7 @@ KERNEL(THREADS) gate(PARAMETERS(Parameters) p) {
 
     if constexpr (!HAS_ROWS) {
         if (lane != 0) return;
-        char* out = p.out + t * p.out_stride;
-        if (flags & OUT_F32) {
-            *(float*)out = g;
-        } else {
-            *(X*)out = narrow<X>(g);
-        }
+        *(S*)out_row = narrow<S>(g);
         if (flags & HAS_IDX) {
             char* idx = p.idx + t * p.idx_stride;
             if (flags & IDX_I64) {
@@ -387,12 +373,12 @@ KERNEL(THREADS) gate(PARAMETERS(Parameters) p) {
         }
     } else {
 #pragma unroll
-        for (int v = 0; v < NUM_KEPT; v++) finish_eight(p, t, g, column(v), end, kept.s[v], kept.out[FORM == GATE_MUL_ADD ? v : 0]);
+        for (int v = 0; v < NUM_KEPT; v++) finish_eight(p, out_row, t, g, column(v), end, kept.s[v], kept.out[FORM == GATE_MUL_ADD ? v : 0]);
         for (u64 v = NUM_KEPT; column(v) < end; v++) {
-            const Eight<S> s = load_eight<S, ALIGNED_ROWS, Reuse::ONCE>(s_row, column(v), end);
-            Eight<S> before = {};
-            if constexpr (FORM == GATE_MUL_ADD) before = load_eight<S, ALIGNED_ROWS, Reuse::ONCE>(p.out + t * p.out_stride, column(v), end);
-            finish_eight(p, t, g, column(v), end, s, before);
+            Eight<S> s = {}, before = {};
+            load_eight<S, ALIGNED_ROWS, Reuse::ONCE>(s, s_row + column(v) * sizeof(S), column(v), end);
+            if constexpr (FORM == GATE_MUL_ADD) load_eight<S, ALIGNED_ROWS, Reuse::ONCE>(before, out_row + column(v) * sizeof(S), column(v), end);
+            finish_eight(p, out_row, t, g, column(v), end, s, before);
         }
     }
 }
