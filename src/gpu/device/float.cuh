@@ -94,7 +94,14 @@ DEVICE float exponential(float x) {
     return p * float_of((u32)(first + 127) << 23) * float_of((u32)(second + 127) << 23);
 }
 
+RARE float rare_sigmoid(float x) {
+    return 1.0f / (1.0f + exponential(-x));
+}
+
 // 1 / (1 + exp(-x)): IEEE add and divide. A large negative x gives 0; NaN stays.
 DEVICE float sigmoid(float x) {
-    return reciprocal(1.0f + exponential(-x));
+    // derived: exp(87) < 2^126 - 1. What is tested is known long before the result, so the branch waits for nothing.
+    const bool is_rare = x < -87.0f;
+    const float common = reciprocal_of_normal(1.0f + exponential(-x));
+    return is_rare ? rare_sigmoid(x) : common;
 }

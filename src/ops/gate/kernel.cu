@@ -42,9 +42,8 @@ constexpr bool HAS_DOT = FORM <= GATE_MUL_ADD;
 constexpr bool HAS_ROWS = FORM != GATE;
 
 // Bits of Parameters::flags.
-constexpr u32 CONSTANT_WEIGHTS = 1; // w may be read before the launches that this one depends on have ended
-constexpr u32 LINEAR = 2;           // no sigmoid
-constexpr u32 FRAMEWORK = 4;        // Rounding::Framework
+constexpr u32 LINEAR = 2;    // no sigmoid
+constexpr u32 FRAMEWORK = 4; // Rounding::Framework
 constexpr u32 HAS_BIAS = 8;
 constexpr u32 BIAS_F32 = 16; // bias is f32, else X
 constexpr u32 HAS_ADDEND = 32;
@@ -63,8 +62,9 @@ struct Parameters {
     u64 k;
     u32 flags;
     float scale;
-    char* out;
+    u64 num_tokens;
 
+    char* out;
     u64 out_stride;
     const char* bias;
     const char* addend;
@@ -81,7 +81,6 @@ struct Parameters {
         u64 n;
         u64 shared_expert;
     };
-    u64 num_tokens;
 
     u64 columns_per_block; // a multiple of 8
     u64 w_stride;          // of the sigmoid forms
@@ -261,26 +260,27 @@ KERNEL(THREADS) gate(PARAMETERS(Parameters) p) {
     const Index first = (Index)part * (LANES * EIGHT * VECTORS) + lane * EIGHT;
     const Index k = (Index)p.k;
     const u32 flags = p.flags;
-    // Addresses are made before the wait.
-    const char* x_at = p.x + t * p.x_stride + first * sizeof(X);
-    const char* w_at = p.w + first * sizeof(W);
-    settle(x_at);
-    settle(w_at);
     if constexpr (CLUSTER > 1) cluster_arrive_relaxed();
 
     Eight<W> w[BATCH][VECTORS] = {};
-    if constexpr (HAS_DOT) {
-        if (flags & CONSTANT_WEIGHTS) load_batch<W, Reuse::CONSTANT>(w, w_at, first, k);
+    Eight<X> x[BATCH][VECTORS] = {};
+    const char* w_at = p.w + first * sizeof(W);
+    if constexpr (HAS_DOT && WEIGHTS_AT_ONCE) load_batch<W, Reuse::CONSTANT>(w, w_at, first, k);
+    // The address is made before the wait, and the weights are on their way: an instruction may move across the wait, but not across a branch.
+    const char* x_at = p.x + t * p.x_stride + first * sizeof(X);
+    settle(x_at);
+    if (t >= p.num_tokens) {
+        wait_for_dependencies();
+        launch_dependents();
+        return;
     }
     wait_for_dependencies();
     launch_dependents();
-    if (ROWS_PER_BLOCK > 1 && t >= p.num_tokens) return;
 
-    Eight<X> x[BATCH][VECTORS] = {};
     float bias = -0.0f, addend = -0.0f;
     if constexpr (HAS_DOT) {
         load_batch<X, Reuse::ONCE>(x, x_at, first, k);
-        if (!(flags & CONSTANT_WEIGHTS)) load_batch<W, Reuse::KEPT>(w, w_at, first, k);
+        if constexpr (!WEIGHTS_AT_ONCE) load_batch<W, Reuse::KEPT>(w, w_at, first, k);
         if (flags & (HAS_BIAS | HAS_ADDEND)) {
             if (flags & HAS_BIAS) bias = load_x_or_f32(p.bias, flags & BIAS_F32);
             if (flags & HAS_ADDEND) addend = load_x_or_f32(p.addend + t * p.addend_stride, flags & ADDEND_F32);
