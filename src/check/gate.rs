@@ -92,6 +92,7 @@ struct Options {
     bias: Option<Matrix>,
     addend: Option<Matrix>,
     strided: bool,
+    weights_are_constant: bool,
 }
 
 impl Case {
@@ -120,6 +121,7 @@ impl Case {
             bias,
             addend,
             strided: case_idx % 2 == 1,
+            weights_are_constant: case_idx % 5 % 2 == 1,
         }
     }
 
@@ -230,6 +232,7 @@ impl Case {
             bias: options.bias.as_ref().map(|bias| bias.vector_view(backend, false)).transpose()?,
             addend: options.addend.as_ref().map(|addend| addend.view(backend)).transpose()?,
             scale: options.scale,
+            weights_are_constant: options.weights_are_constant,
         })
     }
 }
