@@ -120,12 +120,18 @@ pub(super) fn sigmoid_mul<'a>(
 
 const FLOATS: [DType; 3] = [DType::F32, DType::F16, DType::BF16];
 
-fn x_or_f32(gates: &Gates<'_>) -> [DType; 2] {
+pub(super) fn x_or_f32(gates: &Gates<'_>) -> [DType; 2] {
     [gates.x.dtype, DType::F32]
 }
 
 /// The arguments that four of the five forms share.
-fn gates<'a>(op: &'static str, backend: &Backend, x: TensorView<'a>, w: TensorView<'a>, options: &GateOptions<'a>) -> Result<Gates<'a>> {
+pub(super) fn gates<'a>(
+    op: &'static str,
+    backend: &Backend,
+    x: TensorView<'a>,
+    w: TensorView<'a>,
+    options: &GateOptions<'a>,
+) -> Result<Gates<'a>> {
     let GateOptions { activation, rounding, bias, addend, scale } = *options;
     one_of(op, "x", x.dtype(), &FLOATS)?;
     let (num_tokens, k) = matrix(op, "x", x.shape())?;
@@ -166,7 +172,7 @@ fn product<'a>(op: &'static str, backend: &Backend, s: Rows<'_>, n: usize, out: 
     rows_mut(op, backend, "out", out)
 }
 
-fn one_of(op: &'static str, what: &str, got: DType, allowed: &[DType]) -> Result<()> {
+pub(super) fn one_of(op: &'static str, what: &str, got: DType, allowed: &[DType]) -> Result<()> {
     if allowed.contains(&got) {
         return Ok(());
     }
@@ -175,21 +181,21 @@ fn one_of(op: &'static str, what: &str, got: DType, allowed: &[DType]) -> Result
     Err(Error::invalid(op, what, format!("of type {got}"), names.join(" or ")))
 }
 
-fn matrix(op: &'static str, what: &str, shape: &[usize]) -> Result<(usize, usize)> {
+pub(super) fn matrix(op: &'static str, what: &str, shape: &[usize]) -> Result<(usize, usize)> {
     match *shape {
         [rows, columns] => Ok((rows, columns)),
         _ => Err(Error::invalid(op, what, format!("of shape {shape:?}"), "two dimensions")),
     }
 }
 
-fn same_shape(op: &'static str, what: &str, got: &[usize], of: &str, shape: &[usize]) -> Result<()> {
+pub(super) fn same_shape(op: &'static str, what: &str, got: &[usize], of: &str, shape: &[usize]) -> Result<()> {
     if got == shape {
         return Ok(());
     }
     Err(Error::invalid(op, what, format!("of shape {got:?}"), format!("{shape:?}, as {of}")))
 }
 
-fn shape_is_column(op: &'static str, what: &str, shape: &[usize], num_tokens: usize) -> Result<()> {
+pub(super) fn shape_is_column(op: &'static str, what: &str, shape: &[usize], num_tokens: usize) -> Result<()> {
     if *shape == [num_tokens] || *shape == [num_tokens, 1] {
         return Ok(());
     }
@@ -209,7 +215,7 @@ fn geometry(dtype: DType, shape: &[usize], strides: &[usize]) -> (usize, usize, 
     (num_rows, row_bytes, if num_rows > 1 && columns > 0 { stride * size } else { row_bytes })
 }
 
-fn rows<'a>(op: &'static str, backend: &Backend, what: &str, view: TensorView<'a>) -> Result<Rows<'a>> {
+pub(super) fn rows<'a>(op: &'static str, backend: &Backend, what: &str, view: TensorView<'a>) -> Result<Rows<'a>> {
     let (num_rows, row_bytes, stride_bytes) = geometry(view.dtype(), view.shape(), view.strides());
     let bytes = match backend {
         Backend::Cpu(_) => view.host(op, what)?,
@@ -218,7 +224,12 @@ fn rows<'a>(op: &'static str, backend: &Backend, what: &str, view: TensorView<'a
 }
 
 /// `None` when the view has no element.
-fn rows_mut<'a>(op: &'static str, backend: &Backend, what: &str, view: &'a mut TensorViewMut<'_>) -> Result<Option<RowsMut<'a>>> {
+pub(super) fn rows_mut<'a>(
+    op: &'static str,
+    backend: &Backend,
+    what: &str,
+    view: &'a mut TensorViewMut<'_>,
+) -> Result<Option<RowsMut<'a>>> {
     let (num_rows, row_bytes, stride_bytes) = geometry(view.dtype(), view.shape(), view.strides());
     let (dtype, extent_bytes) = (view.dtype(), view.layout().extent_bytes());
     if stride_bytes < row_bytes {
