@@ -265,9 +265,9 @@ mod tests {
         for ((x, dg), got) in x.iter().zip(&dg).zip(dlogit(&gates, &dg)) {
             let s = 1.0 / (1.0 + (-*x as f64).exp());
             let factor = *dg as f64 * SCALE as f64;
-            // s is off by 2 ulp of the exponential, the sum and the quotient (4 * 2^-24 of s), which 1 - s carries on whole; each of the three products and
-            // the difference adds 2^-24 of the result.
-            let bound = (4.0 * s * (s + (1.0 - s)) + 4.0 * s * (1.0 - s)) * 2f64.powi(-24) * factor.abs();
+            // s is off by 4 * 2^-24 of itself: 1 ulp of the exponential, the sum and the quotient. That goes into 1 - s as it is and into the last
+            // factor; the difference and the three products add 2^-24 of the result each.
+            let bound = (4.0 * s * s + 4.0 * (1.0 - s) * s + 4.0 * (1.0 - s) * s) * 2f64.powi(-24) * factor.abs();
             assert!((got as f64 - factor * (1.0 - s) * s).abs() <= bound, "x {x}: {got}");
         }
     }
