@@ -277,6 +277,8 @@ pub(super) enum Kind {
     Positive,
     /// At most -1.
     Negative,
+    /// Positive and below one eighth.
+    Small,
 }
 
 /// An input: rows in memory that is otherwise NaN, and their values.
@@ -346,6 +348,7 @@ fn usual(kind: Kind, random: &mut SplitMix64) -> f32 {
         Kind::NegativeZero => -0.0,
         Kind::Positive => 1.0 + value.abs(),
         Kind::Negative => -1.0 - value.abs(),
+        Kind::Small => (1.0 + value.abs()) / 16.0,
     }
 }
 

@@ -3,8 +3,8 @@
 
 use crate::backend::Backend;
 use crate::check::gate::{Case, DTYPES, Kind, Matrix, Output, ROUNDINGS, Sizes, sizes};
-use crate::check::{Failed, Group};
-use crate::ops::gate::{GateGradients, GateMulGradients, gate_backward, gate_mul_backward};
+use crate::check::{Failed, Group, variants};
+use crate::ops::gate::{Activation, GateGradients, GateMulGradients, GateOptions, gate_backward, gate_mul_backward};
 use crate::oracle::{float, gate_backward as oracle};
 use crate::random::SplitMix64;
 use crate::tensor::DType;
@@ -12,7 +12,7 @@ use crate::tensor::DType;
 /// Around the 256 partial sums of the sum over tokens, the rows that a backend takes at once, and usual vectors.
 const TS: [usize; 12] = [0, 1, 2, 3, 7, 8, 9, 65, 255, 256, 257, 264];
 /// Around the columns that a backend sums at once and the numbers that the order of the dot product is made of.
-const KS: [usize; 10] = [0, 1, 7, 16, 33, 255, 256, 257, 513, 2049];
+const KS: [usize; 10] = [0, 1, 7, 16, 33, 257, 511, 512, 513, 2049];
 /// Several steps of every partial sum, and enough of both dimensions for several threads.
 const LARGE: [(usize, usize); 3] = [(513, 513), (1030, 70), (600, 1025)];
 
@@ -29,6 +29,9 @@ pub fn groups() -> Vec<Group> {
             push("gate_backward", all_sizes, backward);
             push("gate_mul_backward", product_sizes, mul_backward);
         }
+        groups.push(Group::new("gate", format!("gate_backward of products that vanish {x_dtype} {w_dtype}"), move |backend| {
+            vanishing(backend, x_dtype, w_dtype)
+        }));
     }
     groups
 }
@@ -36,7 +39,7 @@ pub fn groups() -> Vec<Group> {
 /// Every T with every K, but not many rows of the longest, to keep the scalar level and the oracle short.
 fn all_sizes() -> Vec<Sizes> {
     let small = TS.into_iter().flat_map(|t| KS.into_iter().map(move |k| (t, k))).filter(|(t, k)| t * k <= 9 * 2049 || *k <= 33);
-    let edges = [255, 256, 257].into_iter().flat_map(|t| [255, 256, 257].into_iter().map(move |k| (t, k)));
+    let edges = [255, 256, 257].into_iter().flat_map(|t| [511, 512, 513].into_iter().map(move |k| (t, k)));
     sizes(small.chain(edges).chain(LARGE).map(|(t, k)| (t, k, 0)))
 }
 
@@ -85,6 +88,29 @@ fn backward(case: Case, backend: &Backend, sizes: Sizes) -> Result<(), Failed> {
         dbias.check("dbias", &oracle::dbias(&want, dbias_dtype))?;
     }
     Ok(())
+}
+
+/// Every product is negative and below the smallest number, so -0, and so is every partial sum when there are enough tokens; the sum is +0.
+fn vanishing(backend: &Backend, x_dtype: DType, w_dtype: DType) -> Result<usize, Failed> {
+    let mut num_cases = 0;
+    for (name, backend) in variants(backend)? {
+        for t in [1, 255, 256, 300] {
+            let k = 3;
+            let mut random = SplitMix64::stream(10, t as u64);
+            let x = Matrix::new(x_dtype, t, k, false, Kind::Small, &mut random);
+            let w = Matrix::new(w_dtype, 1, k, false, Kind::Plain, &mut random);
+            let dg = Matrix::new(DType::F32, t, 1, false, Kind::Positive, &mut random);
+            // dlogit is the smallest number or twice it, negative; times an x below one eighth that is at most a quarter of the smallest number.
+            let options = GateOptions { activation: Activation::Linear, scale: -f32::from_bits(1), ..GateOptions::default() };
+            let mut dlogit = Output::new(DType::F32, t, 1, false);
+            let mut dw = Output::new(w_dtype, 1, k, false);
+            let outputs = GateGradients { dlogit: dlogit.column_view()?, dx: None, dw: Some(dw.row_view()?), dbias: None };
+            gate_backward(&backend, x.view()?, w.vector_view(false)?, dg.view()?, &options, outputs)?;
+            dw.check("dw", &vec![0; k * w_dtype.size()]).map_err(|failed| Failed(format!("{name}, T {t}: {}", failed.0)))?;
+            num_cases += 1;
+        }
+    }
+    Ok(num_cases)
 }
 
 fn mul_backward(case: Case, backend: &Backend, sizes: Sizes) -> Result<(), Failed> {
