@@ -361,7 +361,7 @@ fn twenty_runs_backward() -> Result<(), Failed> {
     let (t, k) = (1030, 1025);
     let (x, w) = (random(t * k, 1, bf16::from_f32), random(k, 2, bf16::from_f32));
     let dg = random(t, 3, |v| v);
-    let mut first: Option<(Vec<f32>, Vec<bf16>, Vec<f32>, Vec<f32>)> = None;
+    let mut first = None;
     for run in 0..20 {
         let backend = Backend::Cpu(Cpu::with_threads([3, 0, 1, 2][run % 4])?);
         let mut all = (vec![0f32; t], vec![bf16::ZERO; t * k], vec![0f32; k], vec![0f32]);

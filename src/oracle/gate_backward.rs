@@ -239,11 +239,11 @@ mod tests {
             let moved =
                 |v: &[f64], i: usize, by: f64| v.iter().enumerate().map(|(j, v)| if i == j { v + by } else { *v }).collect::<Vec<_>>();
             let at = |x: &[f64], w: &[f64], bias: f64| loss(x, w, bias, &addend, &dg, activation);
-            for i in 0..T * K {
-                near("dx", dx[i], at(&moved(&x64, i, H), &w64, BIAS as f64), at(&moved(&x64, i, -H), &w64, BIAS as f64));
+            for (i, &dx) in dx.iter().enumerate() {
+                near("dx", dx, at(&moved(&x64, i, H), &w64, BIAS as f64), at(&moved(&x64, i, -H), &w64, BIAS as f64));
             }
-            for i in 0..K {
-                near("dw", dw[i], at(&x64, &moved(&w64, i, H), BIAS as f64), at(&x64, &moved(&w64, i, -H), BIAS as f64));
+            for (i, &dw) in dw.iter().enumerate() {
+                near("dw", dw, at(&x64, &moved(&w64, i, H), BIAS as f64), at(&x64, &moved(&w64, i, -H), BIAS as f64));
             }
             near("dbias", dbias, at(&x64, &w64, BIAS as f64 + H), at(&x64, &w64, BIAS as f64 - H));
         }
