@@ -296,10 +296,10 @@ mod tests {
         // By hand: dg * scale = 1 + 5.02/512 goes to 1 + 4/512; s to 187/256; 1 - s = 69/256, exact; 129/128 * 69/256 = 69.539/256 goes to
         // 69.5/256; times 187/256 = 50.767/256, to 203/1024.
         assert_eq!(dlogit(&gates(Rounding::Framework), &dg), [203.0 / 1024.0]);
-        // 1 - s is rounded: s = 2^-10 of a logit near -6.93, and 1 - 2^-10 goes to 1.
-        let low = Gates { x: &[-6.9375], scale: 1.0, ..gates(Rounding::Framework) };
-        let s = float::round(DType::BF16, crate::oracle::exp::sigmoid(-6.9375));
-        assert_eq!(dlogit(&low, &[1.0]), [s]);
+        // A logit of -2.5, where each of the roundings after s decides: s is 155/2048; 1 - s goes to 237/256; 141/128 * 237/256 = 130.54/128 goes to
+        // 131/128; times 155/2048 = 158.63/2048, to 159/2048. Without the first of them it is 157/2048, without the second 158/2048.
+        let low = Gates { x: &[-2.5], scale: 1.0, ..gates(Rounding::Framework) };
+        assert_eq!(dlogit(&low, &[141.0 / 128.0]), [159.0 / 2048.0]);
         // Without a sigmoid only the scale is left.
         let linear = |rounding| Gates { activation: Activation::Linear, ..gates(rounding) };
         assert_eq!(dlogit(&linear(Rounding::Fused), &dg), [dg[0] * (1.0 + 1.0 / 512.0)]);
