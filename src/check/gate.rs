@@ -92,6 +92,7 @@ pub(super) struct Options {
     bias: Option<Matrix>,
     addend: Option<Matrix>,
     pub(super) strided: bool,
+    weights_are_constant: bool,
 }
 
 impl Case {
@@ -125,6 +126,7 @@ impl Case {
             bias,
             addend,
             strided: case_idx % 2 == 1,
+            weights_are_constant: case_idx % 5 % 2 == 1,
         }
     }
 
@@ -235,6 +237,7 @@ impl Case {
             bias: options.bias.as_ref().map(|bias| bias.vector_view(backend, false)).transpose()?,
             addend: options.addend.as_ref().map(|addend| addend.view(backend)).transpose()?,
             scale: options.scale,
+            weights_are_constant: options.weights_are_constant,
         })
     }
 }

@@ -22,6 +22,7 @@ pub(super) struct Gates<R> {
     pub(super) activation: Activation,
     pub(super) rounding: Rounding,
     pub(super) scale: f32,
+    pub(super) weights_are_constant: bool,
     /// The type that g is rounded to by [`Rounding::Framework`].
     pub(super) g_dtype: DType,
 }
@@ -135,7 +136,7 @@ pub(super) fn gates<'a, S: Space>(
     w: TensorView<'a>,
     options: &GateOptions<'a>,
 ) -> Result<GatesIn<'a, S>> {
-    let GateOptions { activation, rounding, bias, addend, scale } = *options;
+    let GateOptions { activation, rounding, bias, addend, scale, weights_are_constant } = *options;
     one_of(op, "x", x.dtype(), &FLOATS)?;
     let (num_tokens, k) = matrix(op, "x", x.shape())?;
     let of_x = [x.dtype(), DType::F32];
@@ -164,6 +165,7 @@ pub(super) fn gates<'a, S: Space>(
         activation,
         rounding,
         scale,
+        weights_are_constant,
         g_dtype: x.dtype(),
     })
 }
