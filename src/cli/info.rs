@@ -4,7 +4,7 @@
 use std::env;
 use std::path::{Path, PathBuf};
 
-use moe_kernels::measure::{Environment, environment, report};
+use moe_kernels::measure::{Commit, Environment, environment, report};
 use moe_kernels::{Error, Result};
 
 use crate::output::Output;
@@ -57,7 +57,8 @@ pub fn info(arguments: &Arguments, output: &mut Output) -> Result<bool> {
 fn lines(info: &Info) -> Vec<(&'static str, String)> {
     let e = &info.environment;
     let or_unknown = |text: &str| if text.is_empty() { "unknown".to_owned() } else { text.to_owned() };
-    let version = [Some(format!("moe-kernels {}", e.version)), e.commit.clone(), Some(e.profile.into()), e.rustc.map(str::to_owned)];
+    let version =
+        [Some(format!("moe-kernels {}", e.version)), e.commit.as_ref().map(Commit::to_string), Some(e.profile.into()), e.rustc.clone()];
     let mut lines = vec![
         ("program", version.into_iter().flatten().collect::<Vec<_>>().join(", ")),
         ("system", or_unknown(&e.system)),
