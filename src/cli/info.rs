@@ -4,6 +4,7 @@
 use std::env;
 use std::path::{Path, PathBuf};
 
+use moe_kernels::measure::nvidia::{Gpu, Nvidia};
 use moe_kernels::measure::{Commit, Environment, environment, report};
 use moe_kernels::{Error, Result};
 
@@ -15,6 +16,9 @@ pub struct Arguments {
     /// Print one JSON object instead
     #[arg(long)]
     json: bool,
+    /// Keep up to this many bytes of the changes since the commit in the JSON (`git diff HEAD`)
+    #[arg(long, value_name = "BYTES", default_value_t = 0, requires = "json")]
+    diff: usize,
 }
 
 #[derive(serde::Serialize)]
@@ -37,7 +41,7 @@ struct GpuLibrary {
 /// Prints what there is.
 pub fn info(arguments: &Arguments, output: &mut Output) -> Result<bool> {
     let info = Info {
-        environment: Environment::record(),
+        environment: Environment::record_with_diff(arguments.diff),
         backends: &["cpu"],
         gpu_libraries: vec![gpu_library("NVIDIA", "libcuda.so.1"), gpu_library("AMD", "libamdhip64.so")],
         cache_folder: environment::cache_folder(),
@@ -68,7 +72,11 @@ fn lines(info: &Info) -> Vec<(&'static str, String)> {
         ("memory", format!("{}, {} available", report::bytes(e.memory.total_bytes), report::bytes(e.memory.available_bytes))),
         ("backends", info.backends.join(", ")),
     ];
-    lines.push(("gpu", "not used: this version has no GPU backend".into()));
+    let gpus = e.nvidia.as_ref().map_or_else(Vec::new, gpu_lines);
+    let absence = e.nvidia_absence.as_ref().map(|why| format!("none seen: {why}"));
+    for (i, line) in gpus.into_iter().chain(absence).enumerate() {
+        lines.push((if i == 0 { "gpu" } else { "" }, line));
+    }
     for library in &info.gpu_libraries {
         let found = match &library.path {
             Some(path) => format!("{}: {} is installed", library.vendor, path.display()),
@@ -82,6 +90,38 @@ fn lines(info: &Info) -> Vec<(&'static str, String)> {
     };
     lines.push(("cache", cache));
     lines
+}
+
+/// What a reader wants to know of each GPU before a measurement.
+fn gpu_lines(nvidia: &Nvidia) -> Vec<String> {
+    let mut lines = vec![format!("NVIDIA driver {}, CUDA up to {}, GPUs: {}", nvidia.driver, nvidia.cuda, nvidia.gpus.len())];
+    lines.extend(nvidia.gpus.iter().map(gpu_line));
+    lines
+}
+
+fn gpu_line(gpu: &Gpu) -> String {
+    let number = |value: Option<u32>| value.map_or("?".to_owned(), |value| value.to_string());
+    let watts = |milliwatts: Option<u32>| milliwatts.map_or("?".to_owned(), |value| format!("{:.0}", f64::from(value) / 1e3));
+    let switch = |name: &str, value: Option<bool>| value.map(|on| format!("{name} {}", if on { "on" } else { "off" }));
+    let (clocks, load) = (&gpu.clocks, &gpu.load);
+    let memory = match (load.memory_used_bytes, load.memory_total_bytes) {
+        (Some(used), Some(total)) => Some(format!("{} of {} in use", report::bytes(used), report::bytes(total))),
+        _ => None,
+    };
+    let throttled = (!gpu.throttle_reasons.is_empty()).then(|| format!("clocks held by {}", gpu.throttle_reasons.join(" ")));
+    let mut parts = vec![
+        format!("{}: {} {} {}", gpu.index, gpu.name, gpu.uuid, gpu.pci_bus_id),
+        format!("SM {} of {} MHz", number(clocks.sm_mhz), number(clocks.max_sm_mhz)),
+        format!("memory {} of {} MHz", number(clocks.memory_mhz), number(clocks.max_memory_mhz)),
+        format!("{} C", number(gpu.temperature_celsius)),
+        format!("{} of {} W", watts(gpu.power_milliwatts), watts(gpu.power_limit_milliwatts)),
+    ];
+    parts.extend(memory);
+    parts.extend(load.utilisation_percent.map(|percent| format!("utilisation {percent} %")));
+    parts.extend([switch("ECC", gpu.ecc), switch("MIG", gpu.mig), switch("persistence", gpu.persistence)].into_iter().flatten());
+    parts.extend(throttled);
+    parts.extend(load.processes.iter().flatten().map(|process| format!("process {} {}", process.pid, process.name)));
+    parts.join(", ")
 }
 
 /// Looks for `name` where a loader would, without loading it.
