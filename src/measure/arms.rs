@@ -107,13 +107,18 @@ mod tests {
                 let log = &log;
                 Arm::new(name, move || {
                     log.borrow_mut().push(name);
-                    Ok(vec![1.0, 3.0])
+                    let start = f64::from(u32::from(name));
+                    Ok(vec![start, start + 2.0])
                 })
             };
             let measured = rounds(&mut [arm('a'), arm('b'), arm('c')], 3, reversed, &Cooldown::none()).unwrap();
             assert_eq!(*log.borrow(), want);
-            assert_eq!(measured.arms[2].seconds.num_samples, 6);
-            assert_eq!((measured.runs.len(), measured.runs[0].median_seconds), (9, 2.0));
+            for (arm, name) in measured.arms.iter().zip(['a', 'b', 'c']) {
+                assert_eq!((arm.name.as_str(), arm.seconds.num_samples), (name.to_string().as_str(), 6));
+                assert_eq!((arm.seconds.min, arm.seconds.max), (f64::from(u32::from(name)), f64::from(u32::from(name) + 2)));
+            }
+            let order: String = measured.runs.iter().map(|run| char::from(run.median_seconds as u8 - 1)).collect();
+            assert_eq!(order, want[3..]);
         }
     }
 

@@ -44,8 +44,8 @@ impl fmt::Display for Commit {
 }
 
 impl Commit {
-    /// The commit of the checkout of this crate in which the running program lies; elsewhere the one that the build was given as `MOE_COMMIT` (with
-    /// `-dirty` behind it for changed files). With `max_diff_bytes` above 0 the diff's text is kept up to that size.
+    /// The commit of the checkout of this crate in whose `target` folder the running program lies; elsewhere the one that the build was given as
+    /// `MOE_COMMIT` (with `-dirty` behind it for changed files): a program that was carried into another checkout is not of that one. With `max_diff_bytes` above 0 the diff's text is kept up to that size.
     pub(super) fn of_program(max_diff_bytes: usize) -> Option<Self> {
         let program = env::current_exe().ok();
         let checkout = program.as_deref().and_then(checkout_around);
@@ -84,12 +84,12 @@ impl Diff {
     }
 }
 
-/// The nearest folder around `program` that holds this crate's manifest.
+/// The nearest folder around `program` that holds this crate's manifest, if it was built there.
 fn checkout_around(program: &Path) -> Option<PathBuf> {
     let is_ours = |folder: &&Path| {
         fs::read_to_string(folder.join("Cargo.toml")).is_ok_and(|text| text.contains(concat!("name = \"", env!("CARGO_PKG_NAME"), "\"")))
     };
-    program.ancestors().find(is_ours).map(Path::to_owned)
+    program.ancestors().find(is_ours).filter(|folder| program.starts_with(folder.join("target"))).map(Path::to_owned)
 }
 
 fn git(folder: &Path, args: &[&str]) -> Option<Vec<u8>> {
@@ -155,6 +155,16 @@ mod tests {
         assert_eq!(commit(0).diff.unwrap().text, None);
         fs::write(folder.path().join("a.txt"), "three\n").unwrap();
         assert_ne!(commit(0).diff.unwrap().sha256, diff.sha256);
+    }
+
+    #[test]
+    fn a_carried_program_is_not_of_the_checkout_around_it() {
+        let folder = tempfile::tempdir().unwrap();
+        let around = |program: &str| checkout_around(&folder.path().join(program));
+        assert_eq!(around("target/release/moe"), None);
+        fs::write(folder.path().join("Cargo.toml"), "name = \"moe-kernels\"\n").unwrap();
+        assert_eq!(around("target/release/moe").as_deref(), Some(folder.path()));
+        assert_eq!(around("elsewhere/moe"), None);
     }
 
     #[test]

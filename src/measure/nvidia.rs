@@ -304,6 +304,9 @@ mod tests {
         // What follows an unknown entry is not seen, and nothing at all of an empty list.
         assert_eq!([0, 1].map(|ordinal| index(ordinal, Some("1,9,2"))), [Some(1), None]);
         assert_eq!([Some(""), Some("-1"), Some("GPU-"), Some("GPU-7")].map(|visible| index(0, visible)), [None; 4]);
+        let same_start = ["GPU-aa", "GPU-ab"].map(|uuid| ("H200".to_owned(), uuid.to_owned()));
+        assert_eq!(["GPU-ab", "GPU-a"].map(|entry| index_among(0, &same_start, Some(entry), false).ok()), [Some(1), None]);
+        assert_eq!(["", "GPU-"].map(|entry| index_among(0, &same_start[..1], Some(entry), false).ok()), [None, None]);
         let message = index_among(2, &four, Some("1"), false).unwrap_err().to_string();
         assert!(message.contains("device ordinal is 2") && message.contains("below 1"), "{message}");
     }
