@@ -46,6 +46,24 @@ pub enum Error {
         /// Every place that was tried.
         searched: Vec<PathBuf>,
     },
+    /// A function of a GPU's library failed.
+    #[error("{call} failed: {name} ({code})")]
+    Gpu {
+        /// The function.
+        call: &'static str,
+        /// Its status.
+        code: i32,
+        /// The library's name of that status.
+        name: String,
+    },
+    /// A kernel could not be compiled.
+    #[error("kernel {kernel} does not compile:\n{log}")]
+    Compile {
+        /// Which kernel.
+        kernel: String,
+        /// All that the compiler said.
+        log: String,
+    },
     /// More memory is needed than the machine has free.
     #[error("{what} needs {}, available are {}; {change}", amount(*.need_bytes), amount(*.have_bytes))]
     Memory {

@@ -347,8 +347,11 @@ impl<'a> TensorView<'a> {
         Ok(Self { place: Place::Host(bytes), layout })
     }
 
-    /// A view of device memory.
-    pub fn from_device(address: DeviceAddress, layout: Layout) -> Result<Self> {
+    /// A view of device memory that the caller owns.
+    ///
+    /// # Safety
+    /// The layout's extent from `address` on is memory of that device, and stays so until every operation that was given the view has run.
+    pub unsafe fn from_device(address: DeviceAddress, layout: Layout) -> Result<Self> {
         check_device(&layout, address)?;
         Ok(Self { place: Place::Device(address), layout })
     }
@@ -381,8 +384,11 @@ impl<'a> TensorViewMut<'a> {
         Ok(Self { place: Place::Host(bytes), layout })
     }
 
-    /// A view of device memory.
-    pub fn from_device(address: DeviceAddress, layout: Layout) -> Result<Self> {
+    /// A view of device memory that the caller owns.
+    ///
+    /// # Safety
+    /// The layout's extent from `address` on is memory of that device, and stays so until every operation that was given the view has run.
+    pub unsafe fn from_device(address: DeviceAddress, layout: Layout) -> Result<Self> {
         check_device(&layout, address)?;
         Ok(Self { place: Place::Device(address), layout })
     }
@@ -403,6 +409,15 @@ impl<'a> TensorViewMut<'a> {
             Place::Host(bytes) => Ok(bytes),
             Place::Device(address) => Err(not_host(op, what, *address)),
         }
+    }
+
+    /// The same view, to be read.
+    pub fn as_view(&self) -> TensorView<'_> {
+        let place = match &self.place {
+            Place::Host(bytes) => Place::Host(&**bytes),
+            Place::Device(address) => Place::Device(*address),
+        };
+        TensorView { place, layout: self.layout }
     }
 
     /// A shorter borrow of the same view.

@@ -54,22 +54,47 @@ fn device_addresses() -> Result<(), Failed> {
     let layout = Layout::contiguous("test", DType::BF16, &[4, 8])?;
     for address in [0, 1, 0x1001] {
         let device = DeviceAddress { device: 0, address };
-        names_argument("null or misaligned", TensorView::from_device(device, layout), "address")?;
-        names_argument("null or misaligned", TensorViewMut::from_device(device, layout), "address")?;
+        names_argument(
+            "null or misaligned",
+            {
+                // SAFETY: no operation runs with this view: it is refused.
+                unsafe { TensorView::from_device(device, layout) }
+            },
+            "address",
+        )?;
+        names_argument(
+            "null or misaligned",
+            {
+                // SAFETY: no operation runs with this view: it is refused.
+                unsafe { TensorViewMut::from_device(device, layout) }
+            },
+            "address",
+        )?;
     }
-    let view = TensorView::from_device(DeviceAddress { device: 3, address: 0x1000 }, layout)?;
+    let view = {
+        // SAFETY: no operation runs with this view: it is refused.
+        unsafe { TensorView::from_device(DeviceAddress { device: 3, address: 0x1000 }, layout) }
+    }?;
     assert_eq!(view.device().map(|d| d.device), Some(3));
     names_argument("a device address on the cpu", view.host("gate", "x"), "x")?;
     // An empty tensor may be anywhere.
-    TensorView::from_device(DeviceAddress { device: 0, address: 0 }, Layout::contiguous("test", DType::BF16, &[0, 8])?)?;
+    {
+        // SAFETY: no operation runs with this view: it is refused.
+        unsafe { TensorView::from_device(DeviceAddress { device: 0, address: 0 }, Layout::contiguous("test", DType::BF16, &[0, 8])?) }
+    }?;
     Ok(())
 }
 
 fn names() -> Result<(), Failed> {
     names_argument("unknown backend", Backend::from_name("metal"), "name")?;
     names_argument("unknown dtype", "float".parse::<DType>(), "name")?;
-    for name in ["cuda", "hip"] {
-        assert!(matches!(Backend::from_name(name), Err(Error::Unsupported { .. })), "{name} is no silent fallback");
+    assert!(matches!(Backend::from_name("hip"), Err(Error::Unsupported { .. })), "hip is no silent fallback");
+    match Backend::from_name("cuda") {
+        Ok(backend) => assert_eq!(backend.name(), "cuda"),
+        Err(error) => assert!(matches!(error, Error::Library { .. } | Error::Gpu { .. }), "{error}"),
+    }
+    for name in ["cuda:", "cuda:x", "cuda:-1", "cudax"] {
+        names_argument("no ordinal", Backend::from_name(name), "name")?;
     }
     for dtype in DType::ALL {
         assert_eq!(dtype.name().parse::<DType>()?, dtype);

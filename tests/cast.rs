@@ -125,107 +125,111 @@ macro_rules! table {
 fn bad_input() -> Vec<Bad> {
     const SECOND: usize = 1;
     table![
-        "x of integers", "matrices[1].x", |c| c.list[SECOND].x = input(DType::I32, &[ROWS, COLUMNS]);
-        "x of fp8", "matrices[0].x", |c| c.list[0].x = input(DType::E4M3, &[ROWS, COLUMNS]);
-        "mixed inputs", "matrices[1].x", |c| c.list[SECOND].x = input(DType::F16, &[ROWS, COLUMNS]);
-        "x of one dimension", "matrices[1].x", |c| c.list[SECOND].x = input(DType::BF16, &[ROWS * COLUMNS]);
-        "x of three dimensions", "matrices[1].x", |c| c.list[SECOND].x = input(DType::BF16, &[1, ROWS, COLUMNS]);
-        "x on a device", "matrices[1].x", |c| {
-            let (address, layout) = on_device(DType::BF16, &[ROWS, COLUMNS]);
-            c.list[SECOND].x = TensorView::from_device(address, layout).unwrap()
-        };
-        "no output", "matrices[0].row", |c| (c.list[0].row, c.list[0].column) = (None, None);
-        "a missing row copy", "matrices[1].row", |c| c.list[SECOND].row = None;
-        "a missing transposed copy", "matrices[1].column", |c| c.list[SECOND].column = None;
-        "a transposed copy too many", "matrices[1].column", |c| c.list[0].column = None;
-        "mixed outputs", "matrices[1].row", |c| {
-            c.list[SECOND].row = some(DType::E5M2, &[ROWS, COLUMNS]);
-            c.list[SECOND].column = some(DType::E5M2, &[COLUMNS, ROWS])
-        };
-        "copies of two types", "matrices[1].column", |c| c.list[SECOND].column = some(DType::E5M2, &[COLUMNS, ROWS]);
-        "an output of bytes", "matrices[0].row", |c| c.list[0].row = some(DType::Bytes, &[ROWS, COLUMNS]);
-        "an output of e8m0", "matrices[0].column", |c| c.list[0].column = some(DType::E8M0, &[COLUMNS, ROWS]);
-        "a short row copy", "matrices[1].row", |c| c.list[SECOND].row = some(DType::E4M3, &[ROWS - 1, COLUMNS]);
-        "a long row copy", "matrices[1].row", |c| c.list[SECOND].row = some(DType::E4M3, &[ROWS + 1, COLUMNS]);
-        "a transposed copy that is not", "matrices[1].column", |c| c.list[SECOND].column = some(DType::E4M3, &[ROWS, COLUMNS]);
-        "outputs without room for padding", "matrices[0].row", |c| c.options.pad_rows = 16;
-        "rows that overlap", "matrices[1].row", |c| c.list[SECOND].row = strided(DType::E4M3, &[ROWS, COLUMNS], COLUMNS - 1);
-        "columns that overlap", "matrices[1].column", |c| c.list[SECOND].column = strided(DType::E4M3, &[COLUMNS, ROWS], 0);
-        "an output on a device", "matrices[1].row", |c| {
-            let (address, layout) = on_device(DType::E4M3, &[ROWS, COLUMNS]);
-            c.list[SECOND].row = Some(TensorViewMut::from_device(address, layout).unwrap())
-        };
-        "padding to 8 rows", "pad_rows", |c| c.options.pad_rows = 8;
-        "padding to 0 rows", "pad_rows", |c| c.options.pad_rows = 0;
-        "a scale in bf16", "matrices[1].scale", |c| c.list[SECOND].scale = Some(input(DType::BF16, &[1]));
-        "two scales", "matrices[1].scale", |c| c.list[SECOND].scale = Some(input(DType::F32, &[2]));
-        "a scale without dimensions", "matrices[1].scale", |c| c.list[SECOND].scale = Some(input(DType::F32, &[]));
-        "amax in integers", "matrices[1].amax", |c| c.list[SECOND].amax = some(DType::I32, &[1]);
-        "two amax", "matrices[1].amax", |c| c.list[SECOND].amax = some(DType::F32, &[2]);
-        "scale_inv in f16", "matrices[1].scale_inv", |c| c.list[SECOND].scale_inv = some(DType::F16, &[1]);
-        "no scale_inv", "matrices[1].scale_inv", |c| c.list[SECOND].scale_inv = some(DType::F32, &[0]);
-        "scales without blocks", "matrices[0].row_scales", |c| c.list[0].row_scales = some(DType::F32, &[1, ROWS]);
-        "noop in bf16", "noop", |c| c.options.noop = Some(input(DType::BF16, &[1]));
-        "two noop", "noop", |c| c.options.noop = Some(input(DType::U32, &[2]));
-        "current scaling with a scale", "matrices[0].scale", |c| c.options.scaling = Scaling::Current { epsilon: 0.0, power_of_two: false };
-        "current scaling to bf16", "matrices[0].row", |c| {
-            c.options.scaling = Scaling::Current { epsilon: 0.0, power_of_two: false };
-            c.list[0].row = some(DType::BF16, &[ROWS, COLUMNS])
-        };
-        "a negative epsilon", "scaling.epsilon", |c| c.options.scaling = Scaling::Current { epsilon: -1.0, power_of_two: false };
-        "an infinite epsilon", "scaling.epsilon", |c| c.options.scaling = Scaling::Current { epsilon: f32::INFINITY, power_of_two: false };
-        "an epsilon that is no number", "scaling.formula.epsilon",
-            |c| c.options.scaling = Scaling::transformer_engine(Block::Row128, f32::NAN, false);
-        "blocks without scales", "matrices[1].row_scales", |c| { with_blocks(c); c.list[SECOND].row_scales = None };
-        "blocks without column scales", "matrices[1].column_scales", |c| { with_blocks(c); c.list[SECOND].column_scales = None };
-        "blocks with a scale", "matrices[1].scale", |c| { with_blocks(c); c.list[SECOND].scale = Some(input(DType::F32, &[1])) };
-        "blocks with scale_inv", "matrices[1].scale_inv", |c| { with_blocks(c); c.list[SECOND].scale_inv = some(DType::F32, &[1]) };
-        "blocks to f16", "matrices[0].row", |c| { with_blocks(c); c.list[0].row = some(DType::F16, &[ROWS, COLUMNS]) };
-        "column-major scales in rows", "matrices[1].row_scales",
-            |c| { with_blocks(c); c.list[SECOND].row_scales = some(DType::F32, &[ROWS, 1]) };
-        "scales in e8m0 that are no powers of two", "matrices[1].row_scales",
-            |c| { with_blocks(c); c.list[SECOND].row_scales = some(DType::E8M0, &[1, ROWS]) };
-        "scale rows 24 bytes apart", "matrices[0].row_scales", |c| {
-            with_blocks(c);
-            for m in &mut c.list {
-                m.x = input(DType::BF16, &[ROWS, 129]);
-                (m.row, m.column) = (some(DType::E4M3, &[ROWS, 129]), some(DType::E4M3, &[129, ROWS]));
-                m.row_scales = some(DType::F32, &[2, ROWS]);
-            }
-        };
-        "packed scales that are no powers of two", "scaling.layout", |c| {
-            c.options.scaling = block(Block::Row128, Formula::DeepGemm { power_of_two: false }, ScaleLayout::PackedE8m0)
-        };
-        "packed scales in f32", "matrices[0].row_scales", |c| {
-            with_blocks(c);
-            c.options.scaling = Scaling::deep_gemm_packed(Block::Row128)
-        };
-        "mx scales in f32", "matrices[0].row_scales", |c| {
-            with_blocks(c);
-            c.options.scaling = block(Block::Row32, Formula::Mx, ScaleLayout::ColumnMajor)
-        };
-        "offsets in f32", "offsets", |c| { with_groups(c); c.offsets = Some(input(DType::F32, &[4])) };
-        "offsets of two dimensions", "offsets", |c| { with_groups(c); c.offsets = Some(input(DType::I32, &[1, 4])) };
-        "no offsets", "offsets", |c| { with_groups(c); c.offsets = Some(input(DType::I32, &[0])) };
-        "offsets that start at 1", "offsets[0]", |c| offsets(c, &[1, 2, 2, 5]);
-        "offsets that decrease", "offsets[2]", |c| offsets(c, &[0, 3, 2, 5]);
-        "a negative offset", "offsets[1]", |c| offsets(c, &[0, -1, 2, 5]);
-        "offsets past the end", "offsets[3]", |c| offsets(c, &[0, 2, 2, 7]);
-        "the greatest offset", "offsets[1]", |c| {
-            with_groups(c);
-            c.offsets = Some(TensorView::from_slice(&[0, i64::MAX, i64::MAX, i64::MAX], &[4]).unwrap())
-        };
-        "a scale for one of three", "scale", |c| { with_groups(c); c.list[0].scale = Some(input(DType::F32, &[1])) };
-        "an amax for four of three", "amax", |c| { with_groups(c); c.list[0].amax = some(DType::F32, &[4]) };
-        "a group's transposed copy in rows", "column", |c| { with_groups(c); c.list[0].column = some(DType::E4M3, &[COLUMNS, ROWS]) };
-        "a group's transposed copy too short", "column", |c| { with_groups(c); c.list[0].column = some(DType::E4M3, &[5 * COLUMNS - 1]) };
-        "a group's padded rows too few", "row", |c| { with_groups(c); c.options.pad_rows = 16 };
-        "a group's scales too few", "column_scales", |c| {
-            with_groups(c);
-            with_blocks(c);
-            c.list[0].column_scales = some(DType::F32, &[1, COLUMNS]) // two matrices have rows
-        };
-    ]
+           "x of integers", "matrices[1].x", |c| c.list[SECOND].x = input(DType::I32, &[ROWS, COLUMNS]);
+           "x of fp8", "matrices[0].x", |c| c.list[0].x = input(DType::E4M3, &[ROWS, COLUMNS]);
+           "mixed inputs", "matrices[1].x", |c| c.list[SECOND].x = input(DType::F16, &[ROWS, COLUMNS]);
+           "x of one dimension", "matrices[1].x", |c| c.list[SECOND].x = input(DType::BF16, &[ROWS * COLUMNS]);
+           "x of three dimensions", "matrices[1].x", |c| c.list[SECOND].x = input(DType::BF16, &[1, ROWS, COLUMNS]);
+           "x on a device", "matrices[1].x", |c| {
+               let (address, layout) = on_device(DType::BF16, &[ROWS, COLUMNS]);
+               c.list[SECOND].x = {
+    // SAFETY: no operation runs with this view: it is refused.
+    unsafe { TensorView::from_device(address, layout) } }.unwrap()
+           };
+           "no output", "matrices[0].row", |c| (c.list[0].row, c.list[0].column) = (None, None);
+           "a missing row copy", "matrices[1].row", |c| c.list[SECOND].row = None;
+           "a missing transposed copy", "matrices[1].column", |c| c.list[SECOND].column = None;
+           "a transposed copy too many", "matrices[1].column", |c| c.list[0].column = None;
+           "mixed outputs", "matrices[1].row", |c| {
+               c.list[SECOND].row = some(DType::E5M2, &[ROWS, COLUMNS]);
+               c.list[SECOND].column = some(DType::E5M2, &[COLUMNS, ROWS])
+           };
+           "copies of two types", "matrices[1].column", |c| c.list[SECOND].column = some(DType::E5M2, &[COLUMNS, ROWS]);
+           "an output of bytes", "matrices[0].row", |c| c.list[0].row = some(DType::Bytes, &[ROWS, COLUMNS]);
+           "an output of e8m0", "matrices[0].column", |c| c.list[0].column = some(DType::E8M0, &[COLUMNS, ROWS]);
+           "a short row copy", "matrices[1].row", |c| c.list[SECOND].row = some(DType::E4M3, &[ROWS - 1, COLUMNS]);
+           "a long row copy", "matrices[1].row", |c| c.list[SECOND].row = some(DType::E4M3, &[ROWS + 1, COLUMNS]);
+           "a transposed copy that is not", "matrices[1].column", |c| c.list[SECOND].column = some(DType::E4M3, &[ROWS, COLUMNS]);
+           "outputs without room for padding", "matrices[0].row", |c| c.options.pad_rows = 16;
+           "rows that overlap", "matrices[1].row", |c| c.list[SECOND].row = strided(DType::E4M3, &[ROWS, COLUMNS], COLUMNS - 1);
+           "columns that overlap", "matrices[1].column", |c| c.list[SECOND].column = strided(DType::E4M3, &[COLUMNS, ROWS], 0);
+           "an output on a device", "matrices[1].row", |c| {
+               let (address, layout) = on_device(DType::E4M3, &[ROWS, COLUMNS]);
+               c.list[SECOND].row = Some({
+    // SAFETY: no operation runs with this view: it is refused.
+    unsafe { TensorViewMut::from_device(address, layout) } }.unwrap())
+           };
+           "padding to 8 rows", "pad_rows", |c| c.options.pad_rows = 8;
+           "padding to 0 rows", "pad_rows", |c| c.options.pad_rows = 0;
+           "a scale in bf16", "matrices[1].scale", |c| c.list[SECOND].scale = Some(input(DType::BF16, &[1]));
+           "two scales", "matrices[1].scale", |c| c.list[SECOND].scale = Some(input(DType::F32, &[2]));
+           "a scale without dimensions", "matrices[1].scale", |c| c.list[SECOND].scale = Some(input(DType::F32, &[]));
+           "amax in integers", "matrices[1].amax", |c| c.list[SECOND].amax = some(DType::I32, &[1]);
+           "two amax", "matrices[1].amax", |c| c.list[SECOND].amax = some(DType::F32, &[2]);
+           "scale_inv in f16", "matrices[1].scale_inv", |c| c.list[SECOND].scale_inv = some(DType::F16, &[1]);
+           "no scale_inv", "matrices[1].scale_inv", |c| c.list[SECOND].scale_inv = some(DType::F32, &[0]);
+           "scales without blocks", "matrices[0].row_scales", |c| c.list[0].row_scales = some(DType::F32, &[1, ROWS]);
+           "noop in bf16", "noop", |c| c.options.noop = Some(input(DType::BF16, &[1]));
+           "two noop", "noop", |c| c.options.noop = Some(input(DType::U32, &[2]));
+           "current scaling with a scale", "matrices[0].scale", |c| c.options.scaling = Scaling::Current { epsilon: 0.0, power_of_two: false };
+           "current scaling to bf16", "matrices[0].row", |c| {
+               c.options.scaling = Scaling::Current { epsilon: 0.0, power_of_two: false };
+               c.list[0].row = some(DType::BF16, &[ROWS, COLUMNS])
+           };
+           "a negative epsilon", "scaling.epsilon", |c| c.options.scaling = Scaling::Current { epsilon: -1.0, power_of_two: false };
+           "an infinite epsilon", "scaling.epsilon", |c| c.options.scaling = Scaling::Current { epsilon: f32::INFINITY, power_of_two: false };
+           "an epsilon that is no number", "scaling.formula.epsilon",
+               |c| c.options.scaling = Scaling::transformer_engine(Block::Row128, f32::NAN, false);
+           "blocks without scales", "matrices[1].row_scales", |c| { with_blocks(c); c.list[SECOND].row_scales = None };
+           "blocks without column scales", "matrices[1].column_scales", |c| { with_blocks(c); c.list[SECOND].column_scales = None };
+           "blocks with a scale", "matrices[1].scale", |c| { with_blocks(c); c.list[SECOND].scale = Some(input(DType::F32, &[1])) };
+           "blocks with scale_inv", "matrices[1].scale_inv", |c| { with_blocks(c); c.list[SECOND].scale_inv = some(DType::F32, &[1]) };
+           "blocks to f16", "matrices[0].row", |c| { with_blocks(c); c.list[0].row = some(DType::F16, &[ROWS, COLUMNS]) };
+           "column-major scales in rows", "matrices[1].row_scales",
+               |c| { with_blocks(c); c.list[SECOND].row_scales = some(DType::F32, &[ROWS, 1]) };
+           "scales in e8m0 that are no powers of two", "matrices[1].row_scales",
+               |c| { with_blocks(c); c.list[SECOND].row_scales = some(DType::E8M0, &[1, ROWS]) };
+           "scale rows 24 bytes apart", "matrices[0].row_scales", |c| {
+               with_blocks(c);
+               for m in &mut c.list {
+                   m.x = input(DType::BF16, &[ROWS, 129]);
+                   (m.row, m.column) = (some(DType::E4M3, &[ROWS, 129]), some(DType::E4M3, &[129, ROWS]));
+                   m.row_scales = some(DType::F32, &[2, ROWS]);
+               }
+           };
+           "packed scales that are no powers of two", "scaling.layout", |c| {
+               c.options.scaling = block(Block::Row128, Formula::DeepGemm { power_of_two: false }, ScaleLayout::PackedE8m0)
+           };
+           "packed scales in f32", "matrices[0].row_scales", |c| {
+               with_blocks(c);
+               c.options.scaling = Scaling::deep_gemm_packed(Block::Row128)
+           };
+           "mx scales in f32", "matrices[0].row_scales", |c| {
+               with_blocks(c);
+               c.options.scaling = block(Block::Row32, Formula::Mx, ScaleLayout::ColumnMajor)
+           };
+           "offsets in f32", "offsets", |c| { with_groups(c); c.offsets = Some(input(DType::F32, &[4])) };
+           "offsets of two dimensions", "offsets", |c| { with_groups(c); c.offsets = Some(input(DType::I32, &[1, 4])) };
+           "no offsets", "offsets", |c| { with_groups(c); c.offsets = Some(input(DType::I32, &[0])) };
+           "offsets that start at 1", "offsets[0]", |c| offsets(c, &[1, 2, 2, 5]);
+           "offsets that decrease", "offsets[2]", |c| offsets(c, &[0, 3, 2, 5]);
+           "a negative offset", "offsets[1]", |c| offsets(c, &[0, -1, 2, 5]);
+           "offsets past the end", "offsets[3]", |c| offsets(c, &[0, 2, 2, 7]);
+           "the greatest offset", "offsets[1]", |c| {
+               with_groups(c);
+               c.offsets = Some(TensorView::from_slice(&[0, i64::MAX, i64::MAX, i64::MAX], &[4]).unwrap())
+           };
+           "a scale for one of three", "scale", |c| { with_groups(c); c.list[0].scale = Some(input(DType::F32, &[1])) };
+           "an amax for four of three", "amax", |c| { with_groups(c); c.list[0].amax = some(DType::F32, &[4]) };
+           "a group's transposed copy in rows", "column", |c| { with_groups(c); c.list[0].column = some(DType::E4M3, &[COLUMNS, ROWS]) };
+           "a group's transposed copy too short", "column", |c| { with_groups(c); c.list[0].column = some(DType::E4M3, &[5 * COLUMNS - 1]) };
+           "a group's padded rows too few", "row", |c| { with_groups(c); c.options.pad_rows = 16 };
+           "a group's scales too few", "column_scales", |c| {
+               with_groups(c);
+               with_blocks(c);
+               c.list[0].column_scales = some(DType::F32, &[1, COLUMNS]) // two matrices have rows
+           };
+       ]
 }
 
 fn refuses(bad: &Bad) -> Result<(), String> {

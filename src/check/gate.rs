@@ -144,9 +144,9 @@ impl Case {
         let out_dtype = if sizes.case_idx % 6 < 3 { self.x_dtype } else { DType::F32 };
         let want = oracle::gate(&self.oracle_gates(sizes, &x, &w, &options), out_dtype);
         let mut out = Output::new(out_dtype, sizes.t, 1, sizes.case_idx % 4 >= 2);
-        let w = w.vector_view(sizes.case_idx % 3 == 1)?;
-        gate(backend, x.view()?, w, &self.gate_options(&options)?, out.column_view()?)?;
-        out.check("out", &want)
+        let w = w.vector_view(backend, sizes.case_idx % 3 == 1)?;
+        gate(backend, x.view(backend)?, w, &self.gate_options(backend, &options)?, out.column_view(backend)?)?;
+        out.check(backend, "out", &want)
     }
 
     fn gate_mul<const ADD: bool>(self, backend: &Backend, sizes: Sizes) -> Result<(), Failed> {
@@ -158,14 +158,14 @@ impl Case {
         let before = Matrix::new(s_dtype, sizes.t, sizes.n, false, Kind::Plain, &mut random);
         let gates = self.oracle_gates(sizes, &x, &w, &options);
         let mut out = Output::new(s_dtype, sizes.t, sizes.n, sizes.case_idx % 4 >= 2);
-        let (w_view, gate_options) = (w.vector_view(false)?, self.gate_options(&options)?);
+        let (w_view, gate_options) = (w.vector_view(backend, false)?, self.gate_options(backend, &options)?);
         if ADD {
             out.fill(&before.contiguous());
-            gate_mul_add(backend, x.view()?, w_view, s.view()?, &gate_options, out.view()?)?;
-            out.check("out", &oracle::gate_mul_add(&gates, &s.values, s_dtype, &before.values))
+            gate_mul_add(backend, x.view(backend)?, w_view, s.view(backend)?, &gate_options, out.view(backend)?)?;
+            out.check(backend, "out", &oracle::gate_mul_add(&gates, &s.values, s_dtype, &before.values))
         } else {
-            gate_mul(backend, x.view()?, w_view, s.view()?, &gate_options, out.view()?)?;
-            out.check("out", &oracle::gate_mul(&gates, &s.values, s_dtype))
+            gate_mul(backend, x.view(backend)?, w_view, s.view(backend)?, &gate_options, out.view(backend)?)?;
+            out.check(backend, "out", &oracle::gate_mul(&gates, &s.values, s_dtype))
         }
     }
 
@@ -189,11 +189,11 @@ impl Case {
         for (row, weight) in want_weights.chunks_mut((top_k + 1) * 4).zip(weights) {
             row[top_k * 4..].copy_from_slice(&weight.to_le_bytes());
         }
-        let gate_options = self.gate_options(&options)?;
-        let (w, expert) = (w.vector_view(false)?, Expert(shared_expert));
-        gate_append_topk(backend, x.view()?, w, expert, &gate_options, idx.view()?, topk_weights.view()?)?;
-        idx.check("topk_idx", &want_idx)?;
-        topk_weights.check("topk_weights", &want_weights)
+        let gate_options = self.gate_options(backend, &options)?;
+        let (w, expert) = (w.vector_view(backend, false)?, Expert(shared_expert));
+        gate_append_topk(backend, x.view(backend)?, w, expert, &gate_options, idx.view(backend)?, topk_weights.view(backend)?)?;
+        idx.check(backend, "topk_idx", &want_idx)?;
+        topk_weights.check(backend, "topk_weights", &want_weights)
     }
 
     /// The group's first type is that of s, the second that of g.
@@ -205,8 +205,8 @@ impl Case {
         let g = Matrix::new(self.w_dtype, t, columns, case_idx % 3 == 2, Kind::Special, &mut random);
         let want = oracle::sigmoid_mul(&s.values, s.dtype, &g.values, g.dtype, t, self.rounding);
         let mut out = Output::new(s.dtype, t, n, case_idx % 4 >= 2);
-        sigmoid_mul(backend, s.view()?, g.view()?, self.rounding, out.view()?)?;
-        out.check("out", &want)
+        sigmoid_mul(backend, s.view(backend)?, g.view(backend)?, self.rounding, out.view(backend)?)?;
+        out.check(backend, "out", &want)
     }
 
     fn oracle_gates<'a>(self, sizes: Sizes, x: &'a Matrix, w: &'a Matrix, options: &'a Options) -> oracle::Gates<'a> {
@@ -223,12 +223,12 @@ impl Case {
         }
     }
 
-    fn gate_options<'a>(self, options: &'a Options) -> Result<GateOptions<'a>, Failed> {
+    fn gate_options<'a>(self, backend: &Backend, options: &'a Options) -> Result<GateOptions<'a>, Failed> {
         Ok(GateOptions {
             activation: options.activation,
             rounding: self.rounding,
-            bias: options.bias.as_ref().map(|bias| bias.vector_view(false)).transpose()?,
-            addend: options.addend.as_ref().map(Matrix::view).transpose()?,
+            bias: options.bias.as_ref().map(|bias| bias.vector_view(backend, false)).transpose()?,
+            addend: options.addend.as_ref().map(|addend| addend.view(backend)).transpose()?,
             scale: options.scale,
         })
     }
@@ -244,10 +244,13 @@ fn a_row_alone(backend: &Backend, x_dtype: DType, w_dtype: DType) -> Result<usiz
             let x = Matrix::new(x_dtype, t, k, true, Kind::WideRange, &mut random);
             let w = Matrix::new(w_dtype, 1, k, false, Kind::WideRange, &mut random);
             let mut batch = Output::new(DType::F32, t, 1, false);
-            gate(&backend, x.view()?, w.vector_view(false)?, &GateOptions::default(), batch.column_view()?)?;
+            gate(&backend, x.view(&backend)?, w.vector_view(&backend, false)?, &GateOptions::default(), batch.column_view(&backend)?)?;
+            batch.memory.fetch(&backend)?;
             for row in 0..t {
                 let mut alone = Output::new(DType::F32, 1, 1, false);
-                gate(&backend, x.rows_view(row, 1)?, w.vector_view(false)?, &GateOptions::default(), alone.column_view()?)?;
+                let (x, w) = (x.rows_view(&backend, row, 1)?, w.vector_view(&backend, false)?);
+                gate(&backend, x, w, &GateOptions::default(), alone.column_view(&backend)?)?;
+                alone.memory.fetch(&backend)?;
                 let (got, want) = (alone.memory.bytes(), &batch.memory.bytes()[row * 4..][..4]);
                 compare::equal("alone", DType::F32, &[1], got, want).map_err(|d| Failed(format!("{name}, k {k}, row {row}: {d}")))?;
                 num_cases += 1;
@@ -309,20 +312,21 @@ impl Matrix {
         Matrix { dtype, num_rows, columns, stride, memory, values }
     }
 
-    fn view(&self) -> Result<TensorView<'_>, Failed> {
-        self.rows_view(0, self.num_rows)
+    fn view(&self, backend: &Backend) -> Result<TensorView<'_>, Failed> {
+        self.rows_view(backend, 0, self.num_rows)
     }
 
-    fn rows_view(&self, first: usize, num_rows: usize) -> Result<TensorView<'_>, Failed> {
+    fn rows_view(&self, backend: &Backend, first: usize, num_rows: usize) -> Result<TensorView<'_>, Failed> {
         let layout = Layout::strided("check", self.dtype, &[num_rows, self.columns], &[self.stride, 1])?;
         let first_byte = if self.columns == 0 { 0 } else { first * self.stride * self.dtype.size() };
-        Ok(TensorView::new(&self.memory.bytes()[first_byte..], layout)?)
+        self.memory.view(backend, first_byte, layout)
     }
 
     /// A matrix of one row as `[K]`, or `[1, K]`.
-    fn vector_view(&self, as_matrix: bool) -> Result<TensorView<'_>, Failed> {
+    fn vector_view(&self, backend: &Backend, as_matrix: bool) -> Result<TensorView<'_>, Failed> {
         let shape = [1, self.columns];
-        Ok(TensorView::from_bytes(self.memory.bytes(), self.dtype, if as_matrix { &shape } else { &shape[1..] })?)
+        let layout = Layout::contiguous("check", self.dtype, if as_matrix { &shape } else { &shape[1..] })?;
+        self.memory.view(backend, 0, layout)
     }
 
     fn contiguous(&self) -> Vec<u8> {
@@ -372,17 +376,17 @@ impl Output {
         Output { dtype, num_rows, columns, stride, memory: Guarded::at_offset(len * size, offset) }
     }
 
-    fn view(&mut self) -> Result<TensorViewMut<'_>, Failed> {
+    fn view(&mut self, backend: &Backend) -> Result<TensorViewMut<'_>, Failed> {
         let layout = Layout::strided("check", self.dtype, &[self.num_rows, self.columns], &[self.stride, 1])?;
-        Ok(TensorViewMut::new(self.memory.bytes_mut(), layout)?)
+        self.memory.view_mut(backend, 0, layout)
     }
 
     /// One column, as `[T]` when it is contiguous.
-    fn column_view(&mut self) -> Result<TensorViewMut<'_>, Failed> {
+    fn column_view(&mut self, backend: &Backend) -> Result<TensorViewMut<'_>, Failed> {
         if self.stride > 1 {
-            return self.view();
+            return self.view(backend);
         }
-        Ok(TensorViewMut::from_bytes(self.memory.bytes_mut(), self.dtype, &[self.num_rows])?)
+        self.memory.view_mut(backend, 0, Layout::contiguous("check", self.dtype, &[self.num_rows])?)
     }
 
     fn fill(&mut self, contiguous: &[u8]) {
@@ -395,7 +399,8 @@ impl Output {
     }
 
     /// Every cell is as expected and was written, nothing between the rows or outside was.
-    fn check(&self, what: &str, want: &[u8]) -> Result<(), Failed> {
+    fn check(&mut self, backend: &Backend, what: &str, want: &[u8]) -> Result<(), Failed> {
+        self.memory.fetch(backend)?;
         self.memory.check(what)?;
         let (row_bytes, stride_bytes) = (self.columns * self.dtype.size(), self.stride * self.dtype.size());
         let mut got = Vec::with_capacity(want.len());

@@ -1,6 +1,11 @@
-//! Output buffers that start poisoned, between guard bands.
+//! Output buffers that start poisoned, between guard bands, in the memory of any backend.
 
+use std::cell::OnceCell;
+
+use crate::backend::{Backend, Cuda};
 use crate::check::Failed;
+use crate::gpu::Buffer;
+use crate::tensor::{Layout, TensorView, TensorViewMut};
 
 /// Byte of poison: NaN in f32, bf16 and e4m3, -1 in indices.
 pub const POISON: u8 = 0xFF;
@@ -12,11 +17,16 @@ const BAND: usize = 256;
 const ALIGN: usize = 64;
 
 /// `len` bytes of poison, aligned to 64 plus `offset`, with a guard band on each side.
+///
+/// On a GPU the bytes and their bands have a mirror in device memory: a view copies them there, [`fetch`](Self::fetch) brings them back.
 #[derive(Debug)]
 pub struct Guarded {
     memory: Vec<u8>,
     start: usize,
     len: usize,
+    /// How far the start is behind a boundary.
+    offset: usize,
+    mirror: OnceCell<Buffer>,
 }
 
 impl Guarded {
@@ -31,7 +41,7 @@ impl Guarded {
         let address = memory.as_ptr().addr() + BAND;
         let start = BAND + (address.next_multiple_of(ALIGN) - address) + offset;
         memory[start..start + len].fill(POISON);
-        Guarded { memory, start, len }
+        Guarded { memory, start, len, offset, mirror: OnceCell::new() }
     }
 
     /// The bytes between the bands.
@@ -42,6 +52,52 @@ impl Guarded {
     /// The bytes between the bands, to be written.
     pub fn bytes_mut(&mut self) -> &mut [u8] {
         &mut self.memory[self.start..][..self.len]
+    }
+
+    /// Bytes with their bands, and where they start in the mirror: the same distance behind a boundary as here.
+    fn banded(&self) -> std::ops::Range<usize> {
+        self.start - BAND..self.start + self.len + BAND
+    }
+
+    /// The mirror, with what the bytes are now.
+    fn upload(&self, cuda: &Cuda) -> Result<&Buffer, Failed> {
+        if self.mirror.get().is_none() {
+            let buffer = Buffer::new(cuda.device(), self.offset + self.banded().len())?;
+            // The cell is empty: it was just asked, and it is not shared among threads.
+            let _ = self.mirror.set(buffer);
+        }
+        let mirror = self.mirror.get().ok_or_else(|| Failed("a buffer has no mirror".into()))?;
+        mirror.upload(cuda.stream(), self.offset, &self.memory[self.banded()])?;
+        Ok(mirror)
+    }
+
+    /// A tensor from byte `at` on, in the memory of the backend.
+    pub fn view(&self, backend: &Backend, at: usize, layout: Layout) -> Result<TensorView<'_>, Failed> {
+        match backend {
+            Backend::Cpu(_) => Ok(TensorView::new(&self.bytes()[at..], layout)?),
+            Backend::Cuda(cuda) => Ok(self.upload(cuda)?.view(self.offset + BAND + at, layout)?),
+        }
+    }
+
+    /// A tensor from byte `at` on that an operation writes, in the memory of the backend.
+    pub fn view_mut(&mut self, backend: &Backend, at: usize, layout: Layout) -> Result<TensorViewMut<'_>, Failed> {
+        match backend {
+            Backend::Cpu(_) => Ok(TensorViewMut::new(&mut self.bytes_mut()[at..], layout)?),
+            Backend::Cuda(cuda) => {
+                self.upload(cuda)?;
+                let mirror = self.mirror.get_mut().ok_or_else(|| Failed("a buffer has no mirror".into()))?;
+                Ok(mirror.view_mut(self.offset + BAND + at, layout)?)
+            }
+        }
+    }
+
+    /// Waits for the backend and brings back what it wrote, bands included.
+    pub fn fetch(&mut self, backend: &Backend) -> Result<(), Failed> {
+        if let (Backend::Cuda(cuda), Some(mirror)) = (backend, self.mirror.get()) {
+            let banded = self.banded();
+            mirror.download(cuda.stream(), self.offset, &mut self.memory[banded])?;
+        }
+        Ok(())
     }
 
     /// Poisons the buffer again.

@@ -58,7 +58,7 @@ fn rows_of(
     num_rows: usize,
     factors: Option<&[f32]>,
 ) -> Result<Guarded, Failed> {
-    let Backend::Cpu(cpu) = backend;
+    let cpu = backend.as_cpu("layer")?;
     let hidden = x.len() / num_rows / dtype.size();
     let row_bytes = hidden * dtype.size();
     let mut out = Guarded::new(num_rows * row_bytes);

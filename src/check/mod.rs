@@ -60,7 +60,16 @@ pub fn groups() -> Vec<Group> {
     of_each_op.into_iter().flat_map(|groups| groups()).collect()
 }
 
-/// The ways to run on `backend` that must give the same bytes, named: on the CPU every instruction set, with 1 and 3 threads.
+/// The operations that a backend has, by its name (`cuda:1` is `cuda`).
+pub fn runs_on(op: &str, backend: &str) -> bool {
+    match backend.split(':').next() {
+        Some("cuda") => ["gate"].contains(&op),
+        _ => true,
+    }
+}
+
+/// The ways to run on `backend` that must give the same bytes, named: on the CPU every instruction set, with 1 and 3 threads; on a
+/// GPU with and without programmatic launch.
 ///
 /// # Errors
 /// When threads cannot be started.
@@ -74,6 +83,10 @@ pub fn variants(backend: &Backend) -> Result<Vec<(String, Backend)>, Failed> {
                 all.extend(Level::available().into_iter().map(at));
             }
             Ok(all)
+        }
+        Backend::Cuda(cuda) => {
+            let with = |programmatic| Backend::Cuda(cuda.clone().programmatic(programmatic));
+            Ok(vec![("cuda".into(), with(false)), ("cuda, programmatic".into(), with(true))])
         }
     }
 }

@@ -3,7 +3,7 @@
 
 use std::time::Instant;
 
-use moe_kernels::check::{Failed, Group, groups};
+use moe_kernels::check::{Failed, Group, groups, runs_on};
 use moe_kernels::measure::report;
 use moe_kernels::{Backend, Error, Result};
 
@@ -15,7 +15,7 @@ pub struct Arguments {
     /// Only this operation [default: all of them]
     #[arg(value_name = "OP")]
     op: Option<String>,
-    /// Where it runs: auto or cpu
+    /// Where it runs: auto, cpu, cuda or cuda:N
     #[arg(long, value_name = "NAME", default_value = "auto")]
     backend: String,
     /// Only groups whose name contains this text
@@ -26,7 +26,8 @@ pub struct Arguments {
 /// Runs the chosen groups; `false` when one of them failed.
 pub fn check(arguments: &Arguments, output: &mut Output) -> Result<bool> {
     let backend = Backend::from_name(&arguments.backend)?;
-    run(&choose(groups(), arguments)?, &backend, output)
+    let groups = groups().into_iter().filter(|group| runs_on(group.op, &arguments.backend)).collect();
+    run(&choose(groups, arguments)?, &backend, output)
 }
 
 fn run(chosen: &[Group], backend: &Backend, output: &mut Output) -> Result<bool> {

@@ -73,7 +73,7 @@ impl World {
     /// # Errors
     /// `Invalid` for a size of 0 or above 64.
     pub fn threads(backend: &Backend, size: usize) -> Result<Vec<World>> {
-        let Backend::Cpu(cpu) = backend;
+        let cpu = backend.as_cpu("world")?;
         if !(1..=MAX_RANKS).contains(&size) {
             return Err(Error::invalid("world", "size", size, format!("1 to {MAX_RANKS}")));
         }

@@ -187,7 +187,7 @@ pub struct Report {
 /// ```
 #[derive(Debug)]
 pub struct Block {
-    backend: Backend,
+    cpu: Cpu,
     config: BlockConfig,
     ep: ExpertParallel,
     routing: Routing,
@@ -213,7 +213,7 @@ impl Block {
         let ep = ExpertParallel::new(world, config.ep())?;
         let routing = Routing::new(&ep);
         Ok(Block {
-            backend: Backend::Cpu(world.cpu().clone()),
+            cpu: world.cpu().clone(),
             shared: SharedExpert::new(world.cpu(), &common),
             config,
             ep,
@@ -275,7 +275,7 @@ impl Block {
     }
 
     fn run(&mut self, x: &TensorView<'_>, source: RouteSource<'_>, with_shared: bool, mut out: TensorViewMut<'_>) -> Result<Report> {
-        let Backend::Cpu(cpu) = self.backend.clone();
+        let cpu = self.cpu.clone();
         let num_tokens = self.check(x, &source, &out)?;
         let rows = Rows { bytes: x.host(OP, "x")?, dtype: x.dtype(), stride_bytes: x.strides()[0] * x.dtype().size() };
         let mut report = Report::default();
@@ -359,7 +359,14 @@ impl Block {
             self.routes.topk_weights.resize(num_tokens * router.k, 0.0);
             let logits = TensorView::from_slice(logits, &[num_tokens, router.num_experts])?;
             let bias = self.common.correction_bias.as_deref();
-            return route(&self.backend, &router, &logits, bias, &mut self.routes.topk_idx, &mut self.routes.topk_weights);
+            return route(
+                &Backend::Cpu(self.cpu.clone()),
+                &router,
+                &logits,
+                bias,
+                &mut self.routes.topk_idx,
+                &mut self.routes.topk_weights,
+            );
         };
         self.routes.clone_from(routes);
         Ok(())

@@ -62,7 +62,7 @@ impl<'a> Verifier<'a> {
         common: &'a CommonWeights,
         experts: impl IntoIterator<Item = &'a ExpertWeights>,
     ) -> Result<Self> {
-        let Backend::Cpu(cpu) = backend;
+        let cpu = backend.as_cpu("verify")?;
         let experts: Vec<_> = experts.into_iter().collect();
         config.check(experts.len())?;
         let owners = specification::dispatch::owners(&config.ep(), experts.len());

@@ -114,8 +114,7 @@ impl Piece<'_> {
     }
 }
 
-fn make_all(backend: &Backend, work: Vec<Piece<'_>>) {
-    let Backend::Cpu(cpu) = backend;
+fn make_all(cpu: &Cpu, work: Vec<Piece<'_>>) {
     if cpu.is_serial() {
         work.into_iter().for_each(|piece| piece.make(cpu));
     } else {
@@ -194,6 +193,7 @@ impl CommonWeights {
     /// # Errors
     /// [`Error::Invalid`] when there is no such layer.
     pub fn from_seed(backend: &Backend, shape: &Shape, dtype: DType, seed: u64) -> Result<Self> {
+        let cpu = backend.as_cpu("weights")?;
         check(shape, dtype)?;
         let vectors = vector_dtype(dtype);
         let num_experts = shape.router.num_experts;
@@ -214,7 +214,7 @@ impl CommonWeights {
         if let Some(shared) = &mut common.shared {
             shared.fill(|i| SplitMix64::stream(seed, SHARED + i), &mut work);
         }
-        make_all(backend, work);
+        make_all(cpu, work);
         Ok(common)
     }
 
@@ -238,6 +238,7 @@ impl ExpertWeights {
     /// # Errors
     /// [`Error::Invalid`] when there is no such layer, or the ids are not ascending ids of it.
     pub fn from_seed(backend: &Backend, shape: &Shape, dtype: DType, seed: u64, experts: &[Expert]) -> Result<Self> {
+        let cpu = backend.as_cpu("weights")?;
         check(shape, dtype)?;
         check_ids(shape, experts)?;
         let mut made: Vec<_> = experts.iter().map(|&e| (e, Mlp::zeros(shape.expert_width, shape.hidden, dtype))).collect();
@@ -246,7 +247,7 @@ impl ExpertWeights {
             let first = 8 * (expert.0 as u64 + 1);
             mlp.fill(|i| SplitMix64::stream(seed, first + i), &mut work);
         }
-        make_all(backend, work);
+        make_all(cpu, work);
         Ok(ExpertWeights { experts: made })
     }
 
@@ -279,7 +280,7 @@ impl ExpertWeights {
 /// [`Error::Invalid`] for another type, or a hidden size that no layer has.
 pub fn tokens_from_seed(backend: &Backend, hidden: usize, dtype: DType, seed: u64, first: usize, num_tokens: usize) -> Result<Vec<u8>> {
     const OP: &str = "tokens";
-    let Backend::Cpu(cpu) = backend;
+    let cpu = backend.as_cpu(OP)?;
     if !dtype.is_float() {
         return Err(Error::invalid(OP, "dtype", dtype, "f32, f16 or bf16"));
     }

@@ -161,9 +161,7 @@ pub fn route(
     topk_weights: &mut [f32],
 ) -> Result<()> {
     let args = check(config, logits, bias, topk_idx.len(), topk_weights.len())?;
-    match backend {
-        Backend::Cpu(cpu) => cpu::route(cpu, &args, logits.host(OP, "logits")?, topk_idx, topk_weights),
-    }
+    cpu::route(backend.as_cpu(OP)?, &args, logits.host(OP, "logits")?, topk_idx, topk_weights);
     Ok(())
 }
 

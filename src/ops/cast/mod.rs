@@ -245,10 +245,9 @@ pub enum ScaleLayout {
 /// # Errors
 /// [`Error::Invalid`](crate::Error::Invalid) naming `matrices[i].field`, before anything is written.
 pub fn cast(backend: &Backend, matrices: &mut [Operands<'_>], options: &Options<'_>) -> Result<()> {
+    let cpu = backend.as_cpu("cast")?;
     let Some(known) = check::list(matrices, options)? else { return Ok(()) };
-    match backend {
-        Backend::Cpu(cpu) => cpu::list(cpu, &known, matrices),
-    }
+    cpu::list(cpu, &known, matrices)
 }
 
 /// Casts the matrices of one buffer of rows: matrix i is the rows `offsets[i]..offsets[i + 1]` of `operands.x`.
@@ -277,8 +276,7 @@ pub fn cast(backend: &Backend, matrices: &mut [Operands<'_>], options: &Options<
 /// # Errors
 /// [`Error::Invalid`](crate::Error::Invalid) naming the field, before anything is written.
 pub fn cast_grouped(backend: &Backend, operands: &mut Operands<'_>, offsets: TensorView<'_>, options: &Options<'_>) -> Result<()> {
+    let cpu = backend.as_cpu("cast_grouped")?;
     let Some(known) = check::grouped(operands, &offsets, options)? else { return Ok(()) };
-    match backend {
-        Backend::Cpu(cpu) => cpu::grouped(cpu, &known, operands, &offsets),
-    }
+    cpu::grouped(cpu, &known, operands, &offsets)
 }

@@ -48,7 +48,7 @@ pub(super) fn output(ep: &ExpertParallel, routing: &Routing, output: &Output<'_>
     same_object(ep, routing, OP)?;
     filled(routing, OP)?;
     let tokens = routing.num_tokens();
-    aligned_matrix(OP, "out", &shape_of(&output.out)?, &[c.combine_dtype], tokens, c.hidden)?;
+    aligned_matrix(OP, "out", &output.out.as_view(), &[c.combine_dtype], tokens, c.hidden)?;
     no_overlap("out", &output.out, tokens)?;
     if let Some(add_to) = &output.add_to {
         aligned_matrix(OP, "add_to", add_to, &[c.combine_dtype, DType::F32], tokens, c.hidden)?;
@@ -56,7 +56,7 @@ pub(super) fn output(ep: &ExpertParallel, routing: &Routing, output: &Output<'_>
     match (&output.topk_weights, c.fold_weights) {
         (None, _) => Ok(()),
         (Some(w), true) => {
-            matrix(OP, "topk_weights", &shape_of(w)?, &[DType::F32], tokens, c.k)?;
+            matrix(OP, "topk_weights", &w.as_view(), &[DType::F32], tokens, c.k)?;
             no_overlap("topk_weights", w, tokens)
         }
         (Some(_), false) => Err(Error::invalid(OP, "topk_weights", "a tensor", "None: the configuration has no fold_weights")),
@@ -70,14 +70,6 @@ fn no_overlap(what: &str, view: &TensorViewMut<'_>, rows: usize) -> Result<()> {
         return Err(Error::invalid(OP, format!("{what} row stride"), stride, format!("at least {columns} elements")));
     }
     Ok(())
-}
-
-/// The same view, to be read.
-fn shape_of<'a>(view: &'a TensorViewMut<'_>) -> Result<crate::tensor::TensorView<'a>> {
-    match view.device() {
-        Some(address) => crate::tensor::TensorView::from_device(address, *view.layout()),
-        None => crate::tensor::TensorView::new(view.host(OP, "out")?, *view.layout()),
-    }
 }
 
 pub(super) fn sent(ep: &ExpertParallel, routing: &Routing, sent: &Sent) -> Result<()> {

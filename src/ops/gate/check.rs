@@ -3,22 +3,22 @@
 
 use super::view::{Rows, RowsMut};
 use super::{Activation, GateOptions, Rounding};
-use crate::backend::Backend;
 use crate::error::{Error, Result};
 use crate::id::Expert;
+use crate::space::Space;
 use crate::tensor::{DType, TensorView, TensorViewMut};
 
 /// Everything that decides the gate of a token.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Gates<'a> {
+pub(super) struct Gates<R> {
     /// `[T, K]`.
-    pub(super) x: Rows<'a>,
+    pub(super) x: Rows<R>,
     /// One row of K.
-    pub(super) w: Rows<'a>,
+    pub(super) w: Rows<R>,
     /// One element.
-    pub(super) bias: Option<Rows<'a>>,
+    pub(super) bias: Option<Rows<R>>,
     /// T rows of one element.
-    pub(super) addend: Option<Rows<'a>>,
+    pub(super) addend: Option<Rows<R>>,
     pub(super) activation: Activation,
     pub(super) rounding: Rounding,
     pub(super) scale: f32,
@@ -27,57 +27,60 @@ pub(super) struct Gates<'a> {
 }
 
 type Checked<T> = Result<Option<T>>;
+type GatesIn<'a, S> = Gates<<S as Space>::Read<'a>>;
+type RowsIn<'a, S> = Rows<<S as Space>::Read<'a>>;
+type RowsOut<'a, S> = RowsMut<<S as Space>::Write<'a>>;
 
 /// Checks a call of [`super::gate`].
-pub(super) fn gate<'a>(
-    backend: &Backend,
+pub(super) fn gate<'a, S: Space>(
+    space: &S,
     x: TensorView<'a>,
     w: TensorView<'a>,
     options: &GateOptions<'a>,
     out: &'a mut TensorViewMut<'_>,
-) -> Checked<(Gates<'a>, RowsMut<'a>)> {
+) -> Checked<(GatesIn<'a, S>, RowsOut<'a, S>)> {
     const OP: &str = "gate";
-    let gates = gates(OP, backend, x, w, options)?;
+    let gates = gates(OP, space, x, w, options)?;
     one_of(OP, "out", out.dtype(), &x_or_f32(&gates))?;
     let gates = Gates { g_dtype: out.dtype(), ..gates };
     shape_is_column(OP, "out", out.shape(), gates.x.num_rows)?;
-    let out = rows_mut(OP, backend, "out", out)?;
+    let out = rows_mut(OP, space, "out", out)?;
     Ok(out.map(|out| (gates, out)))
 }
 
 /// Checks a call of [`super::gate_mul`] or [`super::gate_mul_add`].
-pub(super) fn gate_mul<'a>(
+pub(super) fn gate_mul<'a, S: Space>(
     op: &'static str,
-    backend: &Backend,
+    space: &S,
     x: TensorView<'a>,
     w: TensorView<'a>,
     s: TensorView<'a>,
     options: &GateOptions<'a>,
     out: &'a mut TensorViewMut<'_>,
-) -> Checked<(Gates<'a>, Rows<'a>, RowsMut<'a>)> {
-    let gates = gates(op, backend, x, w, options)?;
+) -> Checked<(GatesIn<'a, S>, RowsIn<'a, S>, RowsOut<'a, S>)> {
+    let gates = gates(op, space, x, w, options)?;
     one_of(op, "s", s.dtype(), &x_or_f32(&gates))?;
     let (num_tokens, n) = matrix(op, "s", s.shape())?;
     if num_tokens != gates.x.num_rows {
         return Err(Error::invalid(op, "s", format!("of {num_tokens} rows"), format!("of {}, as x", gates.x.num_rows)));
     }
-    let s = rows(op, backend, "s", s)?;
-    let out = product(op, backend, s, n, out)?;
+    let s = rows(op, space, "s", s)?;
+    let out = product(op, space, s, n, out)?;
     Ok(out.map(|out| (gates, s, out)))
 }
 
 /// Checks a call of [`super::gate_append_topk`].
-pub(super) fn gate_append_topk<'a>(
-    backend: &Backend,
+pub(super) fn gate_append_topk<'a, S: Space>(
+    space: &S,
     x: TensorView<'a>,
     w: TensorView<'a>,
     shared_expert: Expert,
     options: &GateOptions<'a>,
     topk_idx: &'a mut TensorViewMut<'_>,
     topk_weights: &'a mut TensorViewMut<'_>,
-) -> Checked<(Gates<'a>, RowsMut<'a>, RowsMut<'a>)> {
+) -> Checked<(GatesIn<'a, S>, RowsOut<'a, S>, RowsOut<'a, S>)> {
     const OP: &str = "gate_append_topk";
-    let gates = Gates { g_dtype: DType::F32, ..gates(OP, backend, x, w, options)? };
+    let gates = Gates { g_dtype: DType::F32, ..gates(OP, space, x, w, options)? };
     one_of(OP, "topk_idx", topk_idx.dtype(), &[DType::I32, DType::I64])?;
     one_of(OP, "topk_weights", topk_weights.dtype(), &[DType::F32])?;
     if topk_idx.dtype() == DType::I32 && i32::try_from(shared_expert.0).is_err() {
@@ -91,18 +94,18 @@ pub(super) fn gate_append_topk<'a>(
         return Err(Error::invalid(OP, "topk_idx", "without columns", "one column at least"));
     }
     same_shape(OP, "topk_weights", topk_weights.shape(), "topk_idx", topk_idx.shape())?;
-    let idx = rows_mut(OP, backend, "topk_idx", topk_idx)?.map(RowsMut::last_element);
-    let weights = rows_mut(OP, backend, "topk_weights", topk_weights)?.map(RowsMut::last_element);
+    let idx = rows_mut(OP, space, "topk_idx", topk_idx)?;
+    let weights = rows_mut(OP, space, "topk_weights", topk_weights)?;
     Ok(idx.zip(weights).map(|(idx, weights)| (gates, idx, weights)))
 }
 
 /// Checks a call of [`super::sigmoid_mul`].
-pub(super) fn sigmoid_mul<'a>(
-    backend: &Backend,
+pub(super) fn sigmoid_mul<'a, S: Space>(
+    space: &S,
     s: TensorView<'a>,
     g: TensorView<'a>,
     out: &'a mut TensorViewMut<'_>,
-) -> Checked<(Rows<'a>, Rows<'a>, RowsMut<'a>)> {
+) -> Checked<(RowsIn<'a, S>, RowsIn<'a, S>, RowsOut<'a, S>)> {
     const OP: &str = "sigmoid_mul";
     one_of(OP, "s", s.dtype(), &FLOATS)?;
     one_of(OP, "g", g.dtype(), &[s.dtype(), DType::F32])?;
@@ -112,20 +115,26 @@ pub(super) fn sigmoid_mul<'a>(
         let want = format!("[{num_tokens}, 1] or [{num_tokens}, {n}], as s");
         return Err(Error::invalid(OP, "g", format!("of shape {:?}", g.shape()), want));
     }
-    let s = rows(OP, backend, "s", s)?;
-    let g = rows(OP, backend, "g", g)?;
-    let out = product(OP, backend, s, n, out)?;
+    let s = rows(OP, space, "s", s)?;
+    let g = rows(OP, space, "g", g)?;
+    let out = product(OP, space, s, n, out)?;
     Ok(out.map(|out| (s, g, out)))
 }
 
 const FLOATS: [DType; 3] = [DType::F32, DType::F16, DType::BF16];
 
-fn x_or_f32(gates: &Gates<'_>) -> [DType; 2] {
+fn x_or_f32(gates: &Gates<impl Copy>) -> [DType; 2] {
     [gates.x.dtype, DType::F32]
 }
 
 /// The arguments that four of the five forms share.
-fn gates<'a>(op: &'static str, backend: &Backend, x: TensorView<'a>, w: TensorView<'a>, options: &GateOptions<'a>) -> Result<Gates<'a>> {
+fn gates<'a, S: Space>(
+    op: &'static str,
+    space: &S,
+    x: TensorView<'a>,
+    w: TensorView<'a>,
+    options: &GateOptions<'a>,
+) -> Result<GatesIn<'a, S>> {
     let GateOptions { activation, rounding, bias, addend, scale } = *options;
     one_of(op, "x", x.dtype(), &FLOATS)?;
     let (num_tokens, k) = matrix(op, "x", x.shape())?;
@@ -148,10 +157,10 @@ fn gates<'a>(op: &'static str, backend: &Backend, x: TensorView<'a>, w: TensorVi
         return Err(Error::invalid(op, "scale", scale, "a finite number"));
     }
     Ok(Gates {
-        x: rows(op, backend, "x", x)?,
-        w: Rows { num_rows: 1, row_bytes: k * w.dtype().size(), ..rows(op, backend, "w", w)? },
-        bias: bias.map(|bias| rows(op, backend, "bias", bias)).transpose()?,
-        addend: addend.map(|addend| rows(op, backend, "addend", addend)).transpose()?,
+        x: rows(op, space, "x", x)?,
+        w: Rows { num_rows: 1, row_bytes: k * w.dtype().size(), ..rows(op, space, "w", w)? },
+        bias: bias.map(|bias| rows(op, space, "bias", bias)).transpose()?,
+        addend: addend.map(|addend| rows(op, space, "addend", addend)).transpose()?,
         activation,
         rounding,
         scale,
@@ -160,10 +169,16 @@ fn gates<'a>(op: &'static str, backend: &Backend, x: TensorView<'a>, w: TensorVi
 }
 
 /// `out` of the shape and type of `s`.
-fn product<'a>(op: &'static str, backend: &Backend, s: Rows<'_>, n: usize, out: &'a mut TensorViewMut<'_>) -> Result<Option<RowsMut<'a>>> {
+fn product<'a, S: Space>(
+    op: &'static str,
+    space: &S,
+    s: Rows<impl Copy>,
+    n: usize,
+    out: &'a mut TensorViewMut<'_>,
+) -> Result<Option<RowsOut<'a, S>>> {
     one_of(op, "out", out.dtype(), &[s.dtype])?;
     same_shape(op, "out", out.shape(), "s", &[s.num_rows, n])?;
-    rows_mut(op, backend, "out", out)
+    rows_mut(op, space, "out", out)
 }
 
 fn one_of(op: &'static str, what: &str, got: DType, allowed: &[DType]) -> Result<()> {
@@ -209,25 +224,20 @@ fn geometry(dtype: DType, shape: &[usize], strides: &[usize]) -> (usize, usize, 
     (num_rows, row_bytes, if num_rows > 1 && columns > 0 { stride * size } else { row_bytes })
 }
 
-fn rows<'a>(op: &'static str, backend: &Backend, what: &str, view: TensorView<'a>) -> Result<Rows<'a>> {
+fn rows<'a, S: Space>(op: &'static str, space: &S, what: &str, view: TensorView<'a>) -> Result<RowsIn<'a, S>> {
     let (num_rows, row_bytes, stride_bytes) = geometry(view.dtype(), view.shape(), view.strides());
-    let bytes = match backend {
-        Backend::Cpu(_) => view.host(op, what)?,
-    };
-    Ok(Rows { bytes, dtype: view.dtype(), num_rows, row_bytes, stride_bytes })
+    Ok(Rows { memory: space.read(op, what, view)?, dtype: view.dtype(), num_rows, row_bytes, stride_bytes })
 }
 
 /// `None` when the view has no element.
-fn rows_mut<'a>(op: &'static str, backend: &Backend, what: &str, view: &'a mut TensorViewMut<'_>) -> Result<Option<RowsMut<'a>>> {
+fn rows_mut<'a, S: Space>(op: &'static str, space: &S, what: &str, view: &'a mut TensorViewMut<'_>) -> Result<Option<RowsOut<'a, S>>> {
     let (num_rows, row_bytes, stride_bytes) = geometry(view.dtype(), view.shape(), view.strides());
-    let (dtype, extent_bytes) = (view.dtype(), view.layout().extent_bytes());
+    let dtype = view.dtype();
     if stride_bytes < row_bytes {
         let got = format!("rows {} elements apart", stride_bytes / dtype.size());
         let want = format!("at least {} apart: rows that do not overlap", row_bytes / dtype.size());
         return Err(Error::invalid(op, what, got, want));
     }
-    let bytes = match backend {
-        Backend::Cpu(_) => &mut view.host_mut(op, what)?[..extent_bytes],
-    };
-    Ok((num_rows > 0 && row_bytes > 0).then_some(RowsMut { bytes, dtype, row_bytes, stride_bytes }))
+    let memory = space.write(op, what, view)?;
+    Ok((num_rows > 0 && row_bytes > 0).then_some(RowsMut { memory, dtype, num_rows, row_bytes, stride_bytes }))
 }

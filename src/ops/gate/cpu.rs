@@ -20,7 +20,7 @@ const PART_BYTES: usize = 128 << 10;
 const PARTS_PER_THREAD: usize = 4;
 
 /// `out[t] = g[t]`.
-pub(super) fn gate(cpu: &Cpu, gates: &Gates<'_>, out: RowsMut<'_>) {
+pub(super) fn gate(cpu: &Cpu, gates: &Gates<&[u8]>, out: RowsMut<&mut [u8]>) {
     let RowsMut { dtype, stride_bytes, row_bytes, .. } = out;
     let rows_per_part = rows_per_part(cpu, gates.x.num_rows, gates.x.row_bytes);
     for_each_part(cpu, out, rows_per_part, |first, chunk| {
@@ -33,7 +33,7 @@ pub(super) fn gate(cpu: &Cpu, gates: &Gates<'_>, out: RowsMut<'_>) {
 }
 
 /// `out = g * s`, or `out + g * s` with `ADD`.
-pub(super) fn gate_mul<const ADD: bool>(cpu: &Cpu, gates: &Gates<'_>, s: Rows<'_>, out: RowsMut<'_>) {
+pub(super) fn gate_mul<const ADD: bool>(cpu: &Cpu, gates: &Gates<&[u8]>, s: Rows<&[u8]>, out: RowsMut<&mut [u8]>) {
     let RowsMut { dtype, stride_bytes, row_bytes, .. } = out;
     let rows_per_part = rows_per_part(cpu, s.num_rows, gates.x.row_bytes + 2 * row_bytes);
     for_each_part(cpu, out, rows_per_part, |first, chunk| {
@@ -46,7 +46,14 @@ pub(super) fn gate_mul<const ADD: bool>(cpu: &Cpu, gates: &Gates<'_>, s: Rows<'_
 }
 
 /// The gate and the shared expert behind the routed top-k.
-pub(super) fn gate_append_topk(cpu: &Cpu, gates: &Gates<'_>, shared_expert: Expert, idx: RowsMut<'_>, weights: RowsMut<'_>) {
+pub(super) fn gate_append_topk(
+    cpu: &Cpu,
+    gates: &Gates<&[u8]>,
+    shared_expert: Expert,
+    idx: RowsMut<&mut [u8]>,
+    weights: RowsMut<&mut [u8]>,
+) {
+    let (idx, weights) = (idx.last_element(), weights.last_element());
     let id = u64::from(shared_expert.0).to_le_bytes();
     let id = &id[..idx.row_bytes];
     let (idx_stride, weight_stride) = (idx.stride_bytes, weights.stride_bytes);
@@ -66,7 +73,7 @@ pub(super) fn gate_append_topk(cpu: &Cpu, gates: &Gates<'_>, shared_expert: Expe
 }
 
 /// `out = s * sigmoid(g)`.
-pub(super) fn sigmoid_mul(cpu: &Cpu, s: Rows<'_>, g: Rows<'_>, rounding: Rounding, out: RowsMut<'_>) {
+pub(super) fn sigmoid_mul(cpu: &Cpu, s: Rows<&[u8]>, g: Rows<&[u8]>, rounding: Rounding, out: RowsMut<&mut [u8]>) {
     let RowsMut { dtype, stride_bytes, row_bytes, .. } = out;
     let g_per_row = g.row_bytes / g.dtype.size();
     let steps = Steps { bias: None, activation: Activation::Sigmoid, rounding, scale: 1.0, dtype: g.dtype, g_dtype: g.dtype };
@@ -95,19 +102,17 @@ fn rows_per_part(cpu: &Cpu, num_rows: usize, bytes_per_row: usize) -> usize {
 }
 
 /// Calls `work(first row, bytes from there to the end of the part)` for each part of the output, on the backend's threads.
-fn for_each_part(cpu: &Cpu, out: RowsMut<'_>, rows_per_part: usize, work: impl Fn(usize, &mut [u8]) + Sync + Send) {
+fn for_each_part(cpu: &Cpu, out: RowsMut<&mut [u8]>, rows_per_part: usize, work: impl Fn(usize, &mut [u8]) + Sync + Send) {
     use rayon::prelude::*;
-    // The last row need not have its stride's bytes.
-    let num_rows = out.bytes.len().div_ceil(out.stride_bytes);
-    if cpu.is_serial() || num_rows <= rows_per_part {
-        return work(0, out.bytes);
+    if cpu.is_serial() || out.num_rows <= rows_per_part {
+        return work(0, out.memory);
     }
-    let chunks = out.bytes.par_chunks_mut(rows_per_part * out.stride_bytes).enumerate();
+    let chunks = out.memory.par_chunks_mut(rows_per_part * out.stride_bytes).enumerate();
     cpu.install(|| chunks.for_each(|(part, chunk)| work(part * rows_per_part, chunk)));
 }
 
 /// Calls `store(i, gates of the rows first + i ..)` for batches of `num_rows` rows from `first` on.
-fn for_each_batch(cpu: &Cpu, gates: &Gates<'_>, first: usize, num_rows: usize, mut store: impl FnMut(usize, &[f32])) {
+fn for_each_batch(cpu: &Cpu, gates: &Gates<&[u8]>, first: usize, num_rows: usize, mut store: impl FnMut(usize, &[f32])) {
     let one = |row: &[u8], dtype: DType| {
         let mut value = [0.0];
         convert::widen(cpu.level(), dtype, row, &mut value);

@@ -35,7 +35,7 @@ const PREFETCH_BYTES: usize = 16 << 10;
 ///
 /// # Panics
 /// If there are fewer rows, or for types that are no f32, f16 or bf16; the validator excludes both.
-pub(super) fn dots(level: Level, x: &Rows<'_>, first: usize, w: &Rows<'_>, sums: &mut [f32]) {
+pub(super) fn dots(level: Level, x: &Rows<&[u8]>, first: usize, w: &Rows<&[u8]>, sums: &mut [f32]) {
     let w_dtype = w.dtype;
     let w = w.row(0);
     assert_eq!(x.row_bytes / x.dtype.size(), w.len() / w_dtype.size(), "dots: elements of a row");
@@ -64,19 +64,19 @@ pub(super) fn dots(level: Level, x: &Rows<'_>, first: usize, w: &Rows<'_>, sums:
 
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi,avx2,fma,f16c,bmi2")]
-fn dots_avx512<X: Format, W: Format>(x: &Rows<'_>, first: usize, w: &[u8], sums: &mut [f32]) {
+fn dots_avx512<X: Format, W: Format>(x: &Rows<&[u8]>, first: usize, w: &[u8], sums: &mut [f32]) {
     // SAFETY: this function enables the instruction set of the vector.
     unsafe { dots_loop::<Avx512, X, W>(x, first, w, sums) }
 }
 
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx2,fma,f16c,bmi2")]
-fn dots_avx2<X: Format, W: Format>(x: &Rows<'_>, first: usize, w: &[u8], sums: &mut [f32]) {
+fn dots_avx2<X: Format, W: Format>(x: &Rows<&[u8]>, first: usize, w: &[u8], sums: &mut [f32]) {
     // SAFETY: this function enables the instruction set of the vector.
     unsafe { dots_loop::<Avx2, X, W>(x, first, w, sums) }
 }
 
-fn dots_portable<X: Format, W: Format>(x: &Rows<'_>, first: usize, w: &[u8], sums: &mut [f32]) {
+fn dots_portable<X: Format, W: Format>(x: &Rows<&[u8]>, first: usize, w: &[u8], sums: &mut [f32]) {
     // SAFETY: the portable vector needs no instruction set.
     unsafe { dots_loop::<Portable, X, W>(x, first, w, sums) }
 }
@@ -127,7 +127,7 @@ impl Format for F32 {
 /// # Safety
 /// As [`Vector`]: the instruction set is enabled.
 #[inline(always)]
-unsafe fn dots_loop<V: Vector, X: Format, W: Format>(x: &Rows<'_>, first: usize, w: &[u8], sums: &mut [f32]) {
+unsafe fn dots_loop<V: Vector, X: Format, W: Format>(x: &Rows<&[u8]>, first: usize, w: &[u8], sums: &mut [f32]) {
     let num_grouped = sums.len() - sums.len() % ROWS;
     let (grouped, single) = sums.split_at_mut(num_grouped);
     // SAFETY: the instruction set is enabled (the contract of this function).
@@ -148,7 +148,7 @@ unsafe fn dots_loop<V: Vector, X: Format, W: Format>(x: &Rows<'_>, first: usize,
 /// As [`Vector`]: the instruction set is enabled.
 #[inline(always)]
 unsafe fn row_groups<V: Vector, X: Format, W: Format, const R: usize, const LONG: bool>(
-    x: &Rows<'_>,
+    x: &Rows<&[u8]>,
     first: usize,
     w: &[u8],
     sums: &mut [f32],

@@ -124,9 +124,9 @@ impl Default for GateOptions<'_> {
 /// # Ok::<(), moe_kernels::Error>(())
 /// ```
 pub fn gate(backend: &Backend, x: TensorView<'_>, w: TensorView<'_>, options: &GateOptions<'_>, mut out: TensorViewMut<'_>) -> Result<()> {
-    let Some((gates, out)) = check::gate(backend, x, w, options, &mut out)? else { return Ok(()) };
-    match backend {
-        Backend::Cpu(cpu) => cpu::gate(cpu, &gates, out),
+    let cpu = backend.as_cpu("gate")?;
+    if let Some((gates, out)) = check::gate(cpu, x, w, options, &mut out)? {
+        cpu::gate(cpu, &gates, out);
     }
     Ok(())
 }
@@ -166,9 +166,9 @@ pub fn gate_mul(
     options: &GateOptions<'_>,
     mut out: TensorViewMut<'_>,
 ) -> Result<()> {
-    let Some((gates, s, out)) = check::gate_mul("gate_mul", backend, x, w, s, options, &mut out)? else { return Ok(()) };
-    match backend {
-        Backend::Cpu(cpu) => cpu::gate_mul::<false>(cpu, &gates, s, out),
+    let cpu = backend.as_cpu("gate_mul")?;
+    if let Some((gates, s, out)) = check::gate_mul("gate_mul", cpu, x, w, s, options, &mut out)? {
+        cpu::gate_mul::<false>(cpu, &gates, s, out);
     }
     Ok(())
 }
@@ -206,9 +206,9 @@ pub fn gate_mul_add(
     options: &GateOptions<'_>,
     mut out: TensorViewMut<'_>,
 ) -> Result<()> {
-    let Some((gates, s, out)) = check::gate_mul("gate_mul_add", backend, x, w, s, options, &mut out)? else { return Ok(()) };
-    match backend {
-        Backend::Cpu(cpu) => cpu::gate_mul::<true>(cpu, &gates, s, out),
+    let cpu = backend.as_cpu("gate_mul_add")?;
+    if let Some((gates, s, out)) = check::gate_mul("gate_mul_add", cpu, x, w, s, options, &mut out)? {
+        cpu::gate_mul::<true>(cpu, &gates, s, out);
     }
     Ok(())
 }
@@ -248,10 +248,10 @@ pub fn gate_append_topk(
     mut topk_idx: TensorViewMut<'_>,
     mut topk_weights: TensorViewMut<'_>,
 ) -> Result<()> {
-    let checked = check::gate_append_topk(backend, x, w, shared_expert, options, &mut topk_idx, &mut topk_weights)?;
-    let Some((gates, idx, weights)) = checked else { return Ok(()) };
-    match backend {
-        Backend::Cpu(cpu) => cpu::gate_append_topk(cpu, &gates, shared_expert, idx, weights),
+    let cpu = backend.as_cpu("gate_append_topk")?;
+    let checked = check::gate_append_topk(cpu, x, w, shared_expert, options, &mut topk_idx, &mut topk_weights)?;
+    if let Some((gates, idx, weights)) = checked {
+        cpu::gate_append_topk(cpu, &gates, shared_expert, idx, weights);
     }
     Ok(())
 }
@@ -281,9 +281,9 @@ pub fn gate_append_topk(
 /// # Ok::<(), moe_kernels::Error>(())
 /// ```
 pub fn sigmoid_mul(backend: &Backend, s: TensorView<'_>, g: TensorView<'_>, rounding: Rounding, mut out: TensorViewMut<'_>) -> Result<()> {
-    let Some((s, g, out)) = check::sigmoid_mul(backend, s, g, &mut out)? else { return Ok(()) };
-    match backend {
-        Backend::Cpu(cpu) => cpu::sigmoid_mul(cpu, s, g, rounding, out),
+    let cpu = backend.as_cpu("sigmoid_mul")?;
+    if let Some((s, g, out)) = check::sigmoid_mul(cpu, s, g, &mut out)? {
+        cpu::sigmoid_mul(cpu, s, g, rounding, out);
     }
     Ok(())
 }

@@ -1,19 +1,20 @@
-//! Rows of host memory, after validation: safe slices, one for each row.
+//! Rows after validation: of host memory as safe slices, of a device as addresses.
 #![forbid(unsafe_code)]
 
 use crate::tensor::DType;
 
 /// Rows that are read. Any stride, also 0.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Rows<'a> {
-    pub(super) bytes: &'a [u8],
+pub(super) struct Rows<R> {
+    /// The first row's first element.
+    pub(super) memory: R,
     pub(super) dtype: DType,
     pub(super) num_rows: usize,
     pub(super) row_bytes: usize,
     pub(super) stride_bytes: usize,
 }
 
-impl<'a> Rows<'a> {
+impl<'a> Rows<&'a [u8]> {
     /// The bytes of row `i`.
     #[inline(always)]
     pub(super) fn row(&self, i: usize) -> &'a [u8] {
@@ -21,26 +22,27 @@ impl<'a> Rows<'a> {
         match self.row_bytes {
             // A tensor without elements has no bytes to index.
             0 => &[],
-            _ => &self.bytes[i * self.stride_bytes..][..self.row_bytes],
+            _ => &self.memory[i * self.stride_bytes..][..self.row_bytes],
         }
     }
 }
 
 /// Rows that are written: at least one, not empty, and none overlaps another.
 #[derive(Debug)]
-pub(super) struct RowsMut<'a> {
+pub(super) struct RowsMut<W> {
     /// From the first byte of the first row to the last of the last.
-    pub(super) bytes: &'a mut [u8],
+    pub(super) memory: W,
     pub(super) dtype: DType,
+    pub(super) num_rows: usize,
     pub(super) row_bytes: usize,
     pub(super) stride_bytes: usize,
 }
 
-impl<'a> RowsMut<'a> {
+impl RowsMut<&mut [u8]> {
     /// The last element of each row, as rows of one element.
     pub(super) fn last_element(self) -> Self {
         let row_bytes = self.dtype.size();
-        let bytes = &mut self.bytes[self.row_bytes - row_bytes..];
-        RowsMut { bytes, row_bytes, ..self }
+        let memory = &mut self.memory[self.row_bytes - row_bytes..];
+        RowsMut { memory, row_bytes, ..self }
     }
 }

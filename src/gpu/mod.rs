@@ -1,0 +1,34 @@
+//! GPUs: the driver's functions found at run time, memory, streams, graphs, and kernels compiled at run time.
+//!
+//! Nothing here is needed to build or to use the CPU backend. The parts:
+//!
+//! | part | what it is |
+//! |---|---|
+//! | [`Driver`], [`Nvrtc`] | typed tables of the vendor's functions; absence is [`Error::Library`](crate::Error::Library) with the places searched |
+//! | [`Device`] | a GPU and its primary context |
+//! | [`Stream`], [`Event`], [`Graph`] | ours, or the caller's |
+//! | [`Buffer`], [`Pinned`] | memory; a caller's own memory is an address |
+//! | [`Program`], [`Spec`] | a kernel as text and constants |
+//! | [`Kernels`], [`jit`] | compiled, cached in memory and on disk, loaded |
+//! | [`Kernel`], [`Geometry`] | a launch |
+
+mod buffer;
+mod device;
+mod driver;
+mod graph;
+pub mod jit;
+mod launch;
+mod library;
+mod nvrtc;
+mod program;
+mod stream;
+
+pub use buffer::{Buffer, Pinned};
+pub use device::{Device, Properties};
+pub use driver::Driver;
+pub use graph::Graph;
+pub use jit::Kernels;
+pub use launch::{Geometry, Kernel, Resources};
+pub use nvrtc::Nvrtc;
+pub use program::{Constant, Program, Source, Spec, Targets};
+pub use stream::{Event, Stream};

@@ -1,0 +1,170 @@
+//! Streams and events.
+
+use std::fmt;
+use std::sync::Arc;
+
+use super::device::Device;
+use super::driver::Handle;
+use crate::error::{Error, Result};
+
+/// A queue of work on a GPU: our own, or one that the caller made. Cheap to clone.
+#[derive(Clone)]
+pub struct Stream(Arc<Inner>);
+
+struct Inner {
+    device: Device,
+    raw: Handle,
+    is_owned: bool,
+}
+
+// SAFETY: a stream may be used from any thread (spec: CUDA driver API, thread safety).
+unsafe impl Send for Inner {}
+// SAFETY: as above.
+unsafe impl Sync for Inner {}
+
+impl Stream {
+    /// A new stream that does not wait for the legacy default stream.
+    pub fn new(device: &Device) -> Result<Self> {
+        let mut raw = std::ptr::null_mut();
+        let _bound = device.bind()?;
+        // SAFETY: `raw` outlives the call; 1 is CU_STREAM_NON_BLOCKING.
+        unsafe { device.driver().stream_create(&mut raw, 1) }?;
+        Ok(Stream(Arc::new(Inner { device: device.clone(), raw, is_owned: true })))
+    }
+
+    /// A stream of the caller, or a null pointer for the legacy default stream.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] when it is of another context than the device's primary one.
+    ///
+    /// # Safety
+    /// `raw` is a stream, and it lives as long as this and its clones.
+    pub unsafe fn external(device: &Device, raw: *mut std::ffi::c_void) -> Result<Self> {
+        let mut context = std::ptr::null_mut();
+        let bound = device.bind()?;
+        // SAFETY: the caller's promise; the device's context is current, to which the default streams belong.
+        unsafe { device.driver().stream_context(raw, &mut context) }?;
+        drop(bound);
+        if context != device.context() {
+            let want = format!("a stream of the primary context of device {}", device.ordinal());
+            return Err(Error::invalid("stream", "raw", "a stream of another context", want));
+        }
+        Ok(Stream(Arc::new(Inner { device: device.clone(), raw, is_owned: false })))
+    }
+
+    /// The device whose work it queues.
+    pub fn device(&self) -> &Device {
+        &self.0.device
+    }
+
+    /// The driver's handle.
+    pub fn raw(&self) -> *mut std::ffi::c_void {
+        self.0.raw
+    }
+
+    /// Waits until all work queued so far is done.
+    pub fn synchronize(&self) -> Result<()> {
+        let _bound = self.device().bind()?;
+        // SAFETY: the stream is alive.
+        unsafe { self.device().driver().stream_synchronize(self.raw()) }
+    }
+
+    /// `true` when no work is left.
+    pub fn is_idle(&self) -> Result<bool> {
+        let _bound = self.device().bind()?;
+        // SAFETY: the stream is alive.
+        match unsafe { self.device().driver().stream_query(self.raw()) } {
+            Ok(()) => Ok(true),
+            Err(Error::Gpu { code: 600, .. }) => Ok(false), // spec: CUDA_ERROR_NOT_READY
+            Err(error) => Err(error),
+        }
+    }
+
+    /// `true` while its work is recorded into a graph instead of being run.
+    pub fn is_capturing(&self) -> Result<bool> {
+        let mut status = 0;
+        let _bound = self.device().bind()?;
+        // SAFETY: `status` outlives the call; the stream is alive.
+        unsafe { self.device().driver().stream_is_capturing(self.raw(), &mut status) }?;
+        Ok(status != 0)
+    }
+
+    /// Work queued from now on starts after the event.
+    pub fn wait_for(&self, event: &Event) -> Result<()> {
+        let _bound = self.device().bind()?;
+        // SAFETY: stream and event are alive.
+        unsafe { self.device().driver().stream_wait_event(self.raw(), event.raw, 0) }
+    }
+}
+
+impl Drop for Inner {
+    fn drop(&mut self) {
+        if self.is_owned
+            && let Ok(_bound) = self.device.bind()
+        {
+            // SAFETY: made by `new`, and this is its last owner. Work in flight goes on; a failure leaves nothing to do.
+            let _ = unsafe { self.device.driver().stream_destroy(self.raw) };
+        }
+    }
+}
+
+impl fmt::Debug for Stream {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "stream {:?} of {:?}", self.raw(), self.device())
+    }
+}
+
+/// A point in a stream, with its time.
+#[derive(Debug)]
+pub struct Event {
+    device: Device,
+    raw: Handle,
+}
+
+// SAFETY: an event may be used from any thread (spec: CUDA driver API, thread safety).
+unsafe impl Send for Event {}
+// SAFETY: as above.
+unsafe impl Sync for Event {}
+
+impl Event {
+    /// An event that was never recorded.
+    pub fn new(device: &Device) -> Result<Self> {
+        let mut raw = std::ptr::null_mut();
+        let _bound = device.bind()?;
+        // SAFETY: `raw` outlives the call; 0 asks for an event with a time.
+        unsafe { device.driver().event_create(&mut raw, 0) }?;
+        Ok(Event { device: device.clone(), raw })
+    }
+
+    /// Marks this point of the stream.
+    pub fn record(&self, stream: &Stream) -> Result<()> {
+        let _bound = self.device.bind()?;
+        // SAFETY: event and stream are alive.
+        unsafe { self.device.driver().event_record(self.raw, stream.raw()) }
+    }
+
+    /// Waits until the point has been reached.
+    pub fn synchronize(&self) -> Result<()> {
+        let _bound = self.device.bind()?;
+        // SAFETY: the event is alive.
+        unsafe { self.device.driver().event_synchronize(self.raw) }
+    }
+
+    /// Seconds from `earlier` to this; both must have been reached.
+    pub fn seconds_since(&self, earlier: &Event) -> Result<f64> {
+        let mut milliseconds = 0.0;
+        let _bound = self.device.bind()?;
+        // SAFETY: both events are alive, and the number outlives the call.
+        unsafe { self.device.driver().event_elapsed(&mut milliseconds, earlier.raw, self.raw) }?;
+        Ok(f64::from(milliseconds) / 1e3)
+    }
+}
+
+impl Drop for Event {
+    fn drop(&mut self) {
+        if let Ok(_bound) = self.device.bind() {
+            // SAFETY: made by `new`, and this is its only owner. A failure leaves nothing to do.
+            let _ = unsafe { self.device.driver().event_destroy(self.raw) };
+        }
+    }
+}
