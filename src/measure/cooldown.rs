@@ -5,6 +5,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use super::nvidia::Monitor;
+use crate::gpu::Device;
 
 /// Time between two readings of a temperature (arbitrary: a chip cools by a degree in seconds).
 const PERIOD: Duration = Duration::from_millis(100);
@@ -29,12 +30,11 @@ pub struct Cooled {
 }
 
 impl Cooldown {
-    /// Takes the present temperature of CUDA's device `ordinal` as the one to come back to; each wait ends after `bound`. Without NVML it
-    /// waits for nothing.
-    pub fn new(ordinal: usize, bound: Duration) -> Self {
+    /// Takes the present temperature of `device` as the one to come back to; each wait ends after `bound`. Without NVML it waits for nothing.
+    pub fn new(device: &Device, bound: Duration) -> Self {
         let open = || {
             let monitor = Monitor::open().ok()?;
-            let index = monitor.index_of(ordinal).ok()?;
+            let index = monitor.index_of_device(device).ok()?;
             Some((monitor, index))
         };
         let mut cooldown = Cooldown { gpu: open(), start_celsius: None, bound };

@@ -50,7 +50,7 @@ impl IdleReport {
 /// # Errors
 /// [`Error::Busy`] names the device, the figures and the processes; a figure that the driver does not tell counts as busy. [`Error::Library`] without
 /// NVML, and what [`Monitor::index_of`] returns.
-pub fn check(ordinal: usize, allow_busy: bool) -> Result<IdleReport> {
+pub fn check(ordinal: u32, allow_busy: bool) -> Result<IdleReport> {
     let monitor = Monitor::open()?;
     let index = monitor.index_of(ordinal)?;
     let gpu = monitor.gpu(index)?;
@@ -171,7 +171,7 @@ mod tests {
         let cases =
             [(full, "16 B of 100 B in use (16.0 %, at most 15 %)"), (working, "utilisation 1 %"), (foreign, "process 8 (train, 2.00 KiB)")];
         for (load, why) in cases.into_iter().chain([(unknown, "utilisation is not known"), (blind, "memory in use is not known")]) {
-            let message = watched(&[load.clone()], false).0.unwrap_err().to_string();
+            let message = watched(std::slice::from_ref(&load), false).0.unwrap_err().to_string();
             assert!(message.contains("GPU 0 (made up) is busy") && message.contains(why), "{message}");
             let report = watched(&[load], true).0.unwrap();
             assert!(!report.is_idle() && report.reasons[0].contains(why), "{:?}", report.reasons);
@@ -181,7 +181,7 @@ mod tests {
     #[test]
     fn own_memory_does_not_count() {
         let load = Load { memory_used_bytes: Some(90), processes: Some(vec![process(OWN, 75)]), ..quiet() };
-        assert!(watched(&[load.clone()], false).0.unwrap().is_idle());
+        assert!(watched(std::slice::from_ref(&load), false).0.unwrap().is_idle());
         let load = Load { processes: Some(vec![process(OWN, 74)]), ..load };
         assert!(watched(&[load], false).0.is_err());
     }

@@ -11,6 +11,7 @@ mod pairs;
 pub mod processes;
 pub mod report;
 mod statistics;
+pub mod timing;
 
 pub use arms::{Arm, ArmRun, ArmTimes, Rounds, rounds};
 pub use commit::{Commit, Diff};

@@ -11,6 +11,7 @@ use nvml_wrapper::error::NvmlError;
 use nvml_wrapper::{Device, Nvml, cuda_driver_version_major, cuda_driver_version_minor};
 
 use crate::error::{Error, Result};
+use crate::gpu;
 
 const OP: &str = "measure";
 
@@ -196,7 +197,7 @@ impl Monitor {
     /// # Errors
     /// [`Error::Invalid`] when there is no such device. [`Error::Unsupported`] when the GPUs of this machine differ and CUDA was not told to
     /// count them by their place on the bus (`CUDA_DEVICE_ORDER=PCI_BUS_ID`), or when it was told to see a part of a GPU.
-    pub fn index_of(&self, ordinal: usize) -> Result<u32> {
+    pub fn index_of(&self, ordinal: u32) -> Result<u32> {
         let visible = env::var("CUDA_VISIBLE_DEVICES").ok();
         let by_bus = env::var("CUDA_DEVICE_ORDER").is_ok_and(|order| order == "PCI_BUS_ID");
         let all = (0..self.num_gpus()?).map(|index| {
@@ -205,6 +206,16 @@ impl Monitor {
             (text(|d| d.name()), text(|d| d.uuid()))
         });
         index_among(ordinal, &all.collect::<Vec<_>>(), visible.as_deref(), by_bus)
+    }
+
+    /// NVML's index of an opened device, by its place on the bus.
+    ///
+    /// # Errors
+    /// [`Error::Io`] when NVML does not see it.
+    pub fn index_of_device(&self, device: &gpu::Device) -> Result<u32> {
+        let bus_id = device.properties().pci_bus_id.as_str();
+        let index = self.nvml.device_by_pci_bus_id(bus_id).and_then(|device| device.index());
+        index.map_err(|error| failed(&format!("finding the GPU at {bus_id} through NVML"), &error))
     }
 
     fn num_gpus(&self) -> Result<u32> {
@@ -251,7 +262,7 @@ fn failed(what: &str, error: &NvmlError) -> Error {
 }
 
 /// The index, among the (name, uuid) of `gpus`, of the device that CUDA calls `ordinal`.
-fn index_among(ordinal: usize, gpus: &[(String, String)], visible: Option<&str>, by_bus: bool) -> Result<u32> {
+fn index_among(ordinal: u32, gpus: &[(String, String)], visible: Option<&str>, by_bus: bool) -> Result<u32> {
     let unsupported = |what: &str, why: &str| Error::Unsupported { op: OP, what: what.into(), why: why.into() };
     let is_alike = gpus.windows(2).all(|pair| pair[0].0 == pair[1].0);
     let mut indices = Vec::new();
@@ -281,7 +292,7 @@ fn index_among(ordinal: usize, gpus: &[(String, String)], visible: Option<&str>,
         indices.push(index as u32);
     }
     indices
-        .get(ordinal)
+        .get(ordinal as usize)
         .copied()
         .ok_or_else(|| Error::invalid(OP, "device ordinal", ordinal, format!("below {}, the number of visible GPUs", indices.len())))
 }

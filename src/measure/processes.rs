@@ -11,6 +11,7 @@ use std::time::{Duration, Instant};
 
 use serde_json::{Map, Value};
 
+use super::Statistics;
 use crate::error::{Error, Result};
 
 /// The option that [`run`] adds, as `--process=INDEX`: a program that uses it declares it, hidden, and then prints JSON lines and nothing else.
@@ -41,6 +42,43 @@ pub fn is_reversed(process: usize) -> bool {
 pub fn run<S: AsRef<OsStr>>(num_processes: usize, args: &[S], bound: Duration) -> Result<Vec<Vec<Map<String, Value>>>> {
     let program = std::env::current_exe().map_err(|error| Error::Io { what: "finding this program".into(), why: error.to_string() })?;
     run_program(&program, num_processes, args, bound)
+}
+
+/// Brings together what [`run`] collected: for each line of the first process, that line and the [`Statistics::of_medians`] of its `field` and of the
+/// same field in every other process's line with equal values of `keys`.
+///
+/// # Errors
+/// [`Error::Invalid`] when a process lacks the line or has it twice, printed more lines, or `field` is not the [`Statistics`] of a measurement.
+pub fn medians(all: &[Vec<Map<String, Value>>], keys: &[&str], field: &str) -> Result<Vec<(Map<String, Value>, Statistics)>> {
+    let Some(first) = all.first() else { return Ok(Vec::new()) };
+    let invalid = |what: String, got: String, want: String| Error::invalid("processes", what, got, want);
+    if let Some((process, lines)) = all.iter().enumerate().find(|(_, lines)| lines.len() != first.len()) {
+        return Err(invalid(
+            format!("number of lines of process {process}"),
+            lines.len().to_string(),
+            format!("{}, as of process 0", first.len()),
+        ));
+    }
+    let combine = |line: &Map<String, Value>| {
+        let name = || keys.iter().map(|key| format!("{key} {}", line.get(*key).unwrap_or(&Value::Null))).collect::<Vec<_>>().join(", ");
+        let of_process = |(process, lines): (usize, &Vec<Map<String, Value>>)| {
+            let same = |other: &&Map<String, Value>| keys.iter().all(|key| other.get(*key) == line.get(*key));
+            let mut found = lines.iter().filter(same);
+            let (Some(other), None) = (found.next(), found.next()) else {
+                let number = lines.iter().filter(same).count().to_string();
+                return Err(invalid(format!("number of lines with {} of process {process}", name()), number, "1".into()));
+            };
+            let value = other.get(field).cloned().unwrap_or_default();
+            serde_json::from_value::<Statistics>(value.clone()).map_err(|error| {
+                invalid(format!("`{field}` of {} of process {process}", name()), value.to_string(), format!("statistics ({error})"))
+            })
+        };
+        let statistics = all.iter().enumerate().map(of_process).collect::<Result<Vec<_>>>()?;
+        let combined = Statistics::of_medians(&statistics)
+            .ok_or_else(|| invalid(format!("`{field}` of {}", name()), "no number".into(), "a number".into()))?;
+        Ok((line.clone(), combined))
+    };
+    first.iter().map(combine).collect()
 }
 
 fn run_program<S: AsRef<OsStr>>(program: &Path, num_processes: usize, args: &[S], bound: Duration) -> Result<Vec<Vec<Map<String, Value>>>> {
@@ -144,6 +182,33 @@ mod tests {
         }
         assert!(shell("exit 1", 0, LONG).unwrap().is_empty());
         assert_eq!([0, 1, 2, 3].map(is_reversed), [false, true, false, true]);
+    }
+
+    #[test]
+    fn medians_go_by_key() {
+        let line = |k: u64, arm: &str, samples: &[f64]| {
+            let object = serde_json::json!({ "k": k, "arm": arm, "seconds": Statistics::of(samples).unwrap() });
+            object.as_object().unwrap().clone()
+        };
+        // The second process printed in another order.
+        let all = [
+            vec![line(1, "ours", &[1.0, 2.0, 9.0]), line(1, "theirs", &[4.0]), line(2, "ours", &[7.0])],
+            vec![line(2, "ours", &[8.0]), line(1, "theirs", &[6.0]), line(1, "ours", &[3.0])],
+        ];
+        let combined = medians(&all, &["k", "arm"], "seconds").unwrap();
+        let figures: Vec<_> =
+            combined.iter().map(|(line, s)| (line["arm"].as_str().unwrap(), s.median, s.min, s.max, s.num_samples)).collect();
+        assert_eq!(figures, [("ours", 2.5, 2.0, 3.0, 2), ("theirs", 5.0, 4.0, 6.0, 2), ("ours", 7.5, 7.0, 8.0, 2)]);
+        assert!(medians(&[], &["k"], "seconds").unwrap().is_empty());
+        let refused = |all: &[Vec<_>], keys: &[&str], field, why: &str| {
+            let message = medians(all, keys, field).unwrap_err().to_string();
+            assert!(message.contains(why), "{message}");
+        };
+        refused(&all, &["k"], "seconds", "number of lines with k 1 of process 0 is 2");
+        refused(&all, &["k", "arm"], "bytes", "`bytes` of k 1, arm \"ours\" of process 0 is null");
+        refused(&[all[0].clone(), all[1][..2].to_vec()], &["k", "arm"], "seconds", "number of lines of process 1 is 2");
+        let other = [all[0].clone(), [&all[1][..2], &[line(3, "ours", &[1.0])]].concat()];
+        refused(&other, &["k", "arm"], "seconds", "number of lines with k 1, arm \"ours\" of process 1 is 0");
     }
 
     #[test]
