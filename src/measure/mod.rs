@@ -1,6 +1,7 @@
 //! Measuring: the environment, whether a GPU is idle, statistics, variants in turns and over processes, and figures as people read them.
 
 mod arms;
+pub mod ceiling;
 mod commit;
 mod cooldown;
 pub mod environment;
