@@ -78,9 +78,10 @@ pub struct EmptyLaunch {
     pub programmatic_host_cost: Statistics,
 }
 
-/// How a copy kernel goes about it. Neither is the best for all sizes; measured (H200, 34 / 100 / 207 / 1090 / 3800 MB read and written, nodes of a
-/// graph): streaming 3.61 / 3.42 / 3.74 / 3.84 / 4.07 TB/s, plain 3.56 / 3.99 / 4.15 / 4.27 / 4.29. Of 36 shapes tried (128 to 1024 threads, 1 to 16
-/// vectors, five kinds of loads and three of stores, grids of one wave that loop) none was faster than the better of these two by more than 1 %.
+/// How a copy kernel goes about it. Measured (H200, `moe info --ceilings`, 207 / 544 / 1090 / 2160 / 3800 MB read and written): streaming 3.86 / 3.94 /
+/// 4.01 / 4.02 / 4.03 TB/s, plain 4.07 / 4.15 / 4.19 / 4.21 / 4.23, the driver's copy queued by itself 3.84 / 4.09 / 4.19 / 4.23 / 4.26. At 34 MB a probe
+/// of 36 shapes (128 to 1024 threads, 1 to 16 vectors, five kinds of loads, three of stores, grids that loop) had streaming before plain, 3.61
+/// against 3.56, and no shape more than 1 % above the better of the two at any size.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Shape {
     /// Eight vectors of 16 bytes in flight in each thread, first to leave the caches.
