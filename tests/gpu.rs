@@ -9,6 +9,8 @@ use moe_kernels::gpu::{Device, Nvrtc, Stream};
 pub mod child;
 mod compile;
 mod costs;
+#[cfg(feature = "cudarc")]
+mod cudarc;
 mod entries;
 mod graphs;
 mod kernels;
@@ -41,7 +43,11 @@ pub fn trials() -> Vec<Trial> {
     let has_gpu = has_compiler && Device::count().is_ok_and(|num| num > 0);
     let modules: [&[(&str, Needs, Test)]; 7] =
         [compile::TRIALS, costs::TRIALS, entries::TRIALS, graphs::TRIALS, launches::TRIALS, memory::TRIALS, streams::TRIALS];
-    let all = modules.into_iter().flatten().copied();
+    #[cfg(not(feature = "cudarc"))]
+    let adapters: &[(&str, Needs, Test)] = &[];
+    #[cfg(feature = "cudarc")]
+    let adapters = cudarc::TRIALS;
+    let all = modules.into_iter().flatten().chain(adapters).copied();
     all.map(|(name, needs, test)| {
         let is_possible = match needs {
             Needs::Gpu | Needs::GpuAlone => has_gpu,
