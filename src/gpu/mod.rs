@@ -20,6 +20,7 @@ mod device;
 mod driver;
 mod graph;
 pub mod jit;
+mod known;
 mod launch;
 mod library;
 mod nvrtc;

@@ -57,10 +57,11 @@ fn error_on_a_stream() -> Outcome {
     Ok(())
 }
 
-/// Every file below a folder.
+/// Every file below a folder that is not the driver's own (it keeps some in `.nv` of the home folder).
 fn files(folder: &Path) -> Vec<PathBuf> {
-    let entries = fs::read_dir(folder).into_iter().flatten().flatten();
-    entries.map(|entry| entry.path()).flat_map(|path| if path.is_dir() { files(&path) } else { vec![path] }).collect()
+    let entries = fs::read_dir(folder).into_iter().flatten().flatten().map(|entry| entry.path());
+    let ours = entries.filter(|path| path.file_name().is_none_or(|name| name != ".nv"));
+    ours.flat_map(|path| if path.is_dir() { files(&path) } else { vec![path] }).collect()
 }
 
 fn cache() -> Outcome {

@@ -5,16 +5,19 @@ use std::hint::black_box;
 use std::time::Instant;
 
 use libtest_mimic::Failed;
-use moe_kernels::Result;
-use moe_kernels::gpu::{Buffer, Device, Geometry, Spec, Stream, jit};
+use moe_kernels::gpu::{Buffer, Device, Event, Geometry, Graph, Spec, Stream, jit};
+use moe_kernels::{Error, Result};
 
 use super::kernels::{KERNELS, Nothing, Test as Kernel};
 use super::raw::{Handle, LaunchConfig, Raw, ok};
 use super::{Needs, Outcome, Test, ensure, gpu, report};
 use crate::allocations::count;
 
-pub const TRIALS: &[(&str, Needs, Test)] =
-    &[("host cost of calls", Needs::GpuAlone, costs), ("warm calls allocate nothing", Needs::Gpu, allocations)];
+pub const TRIALS: &[(&str, Needs, Test)] = &[
+    ("host cost of calls", Needs::GpuAlone, costs),
+    ("cost of the carve-out", Needs::GpuAlone, carve_out),
+    ("warm calls allocate nothing", Needs::Gpu, allocations),
+];
 
 /// Calls between two readings of the clock: few enough that the queue of launches (1024 on every GPU seen) never fills.
 const CALLS: u32 = 200;
@@ -62,14 +65,25 @@ fn costs() -> Outcome {
     let (device, stream) = gpu()?;
     let raw = Raw::open()?;
     let context = raw.primary(&device)?;
-    let function = raw.with_context(context, || load(&raw, &device))?;
+    // Three of the same kernel: plain, with the largest carve-out, with clusters of any size.
+    let functions = raw.with_context(context, || {
+        let functions = [load(&raw, &device)?, load(&raw, &device)?, load(&raw, &device)?];
+        // Numbers of CUfunction_attribute (spec: cuda.h).
+        // SAFETY: the function is alive.
+        ok("cuFuncSetAttribute", unsafe { (raw.function_set)(functions[1], 9, 100) })?;
+        if device.compute_capability() >= (9, 0) {
+            // SAFETY: the function is alive.
+            ok("cuFuncSetAttribute", unsafe { (raw.function_set)(functions[2], 14, 1) })?;
+        }
+        Ok(functions)
+    })?;
     let kernel = KERNELS.get("test", &stream, Kernel::Nothing)?;
     let geometry = Geometry { threads: 256, ..Geometry::default() };
     let parameters = Nothing::default();
     let buffers = [Buffer::new(&device, 1 << 20)?, Buffer::new(&device, 64 << 20)?];
     let addresses = [buffers[0].address().address, buffers[1].address().address + (32 << 20)];
 
-    let bare = || {
+    let bare = |function: Handle| {
         let parameters: [*const c_void; 1] = [std::ptr::from_ref(&parameters).cast()];
         let (grid, block) = (geometry.grid, [geometry.threads, 1, 1]);
         let config = LaunchConfig { grid, block, smem_bytes: 0, stream: stream.raw(), attributes: std::ptr::null(), num_attributes: 0 };
@@ -105,9 +119,9 @@ fn costs() -> Outcome {
         // SAFETY: the handle outlives the call; the push is undone.
         ok("cuCtxPopCurrent", unsafe { (raw.context_pop)(&mut popped) })
     };
-    // Numbers of CUpointer_attribute (spec: cuda.h): 1 context, 2 memory type, 7 buffer id, 9 device ordinal, 12 range size.
-    let arms: [Arm<'_>; 18] = [
-        ("bare launch", &bare),
+    // Numbers of CUpointer_attribute (spec: cuda.h): 1 context, 2 memory type, 7 buffer id, 9 device ordinal, 11 and 12 range.
+    let arms: [Arm<'_>; 20] = [
+        ("bare launch", &|| bare(functions[0])),
         ("Kernel::launch", &|| launch(false)),
         ("Kernel::launch, programmatic", &|| launch(true)),
         ("Kernels::get", &|| KERNELS.get("test", &stream, black_box(Kernel::Nothing)).map(|_| ()).map_err(Failed::from)),
@@ -119,12 +133,14 @@ fn costs() -> Outcome {
         ("cuPointerGetAttribute buffer id", &|| attribute(7)),
         ("cuPointerGetAttribute ordinal", &|| attribute(9)),
         ("cuPointerGetAttributes type", &|| attributes(&[2])),
-        ("cuPointerGetAttributes type, ordinal", &|| attributes(&[2, 9])),
+        ("cuPointerGetAttributes type, ordinal, range", &|| attributes(&[2, 9, 11, 12])),
         ("cuMemGetAddressRange", &range),
         ("cuCtxGetCurrent", &|| raw.current().map(|_| ())),
         ("cuCtxPushCurrent, cuCtxPopCurrent", &push_pop),
         ("a clock and nothing else", &|| Ok(())),
-        ("bare launch again", &bare),
+        ("bare launch again", &|| bare(functions[0])),
+        ("bare launch, largest carve-out", &|| bare(functions[1])),
+        ("bare launch, clusters of any size", &|| bare(functions[2])),
     ];
     let current = raw.with_context(context, || time(&stream, &arms))?;
     // Calls of ours when nothing is current: they bind the context each time.
@@ -161,4 +177,59 @@ fn allocations() -> Outcome {
     result?;
     stream.synchronize()?;
     ensure(num == 0, format!("{num} allocations in 100 rounds of warm calls"))
+}
+
+/// Microseconds of a node of a graph of kernels, median of many replays.
+fn node(stream: &Stream, device: &Device, queue: &dyn Fn(usize) -> Outcome) -> std::result::Result<f64, Failed> {
+    const NODES: usize = 200;
+    let graph = Graph::capture(stream, || {
+        (0..NODES).try_for_each(|i| queue(i).map_err(|failed| Error::Io { what: "queueing".into(), why: format!("{failed:?}") }))
+    })?;
+    let (start, end) = (Event::new(device)?, Event::new(device)?);
+    let mut times = Vec::new();
+    for _ in 0..ROUNDS {
+        start.record(stream)?;
+        graph.launch(stream)?;
+        end.record(stream)?;
+        end.synchronize()?;
+        times.push(end.seconds_since(&start)? * 1e6 / NODES as f64);
+    }
+    times.sort_by(f64::total_cmp);
+    Ok(times[times.len() / 2])
+}
+
+/// What a kernel that asks for the largest carve-out costs beside kernels that do not ask.
+fn carve_out() -> Outcome {
+    let (device, stream) = gpu()?;
+    let raw = Raw::open()?;
+    let context = raw.primary(&device)?;
+    let functions = raw.with_context(context, || {
+        let functions = [load(&raw, &device)?, load(&raw, &device)?, load(&raw, &device)?];
+        // Number of CUfunction_attribute (spec: cuda.h); in per cent.
+        for (function, percent) in [(functions[1], 100), (functions[2], 0)] {
+            // SAFETY: the function is alive.
+            ok("cuFuncSetAttribute", unsafe { (raw.function_set)(function, 9, percent) })?;
+        }
+        Ok(functions)
+    })?;
+    let queue = |function: Handle| {
+        let parameters = Nothing::default();
+        let parameters: [*const c_void; 1] = [std::ptr::from_ref(&parameters).cast()];
+        let (grid, block) = ([1, 1, 1], [256, 1, 1]);
+        let config = LaunchConfig { grid, block, smem_bytes: 0, stream: stream.raw(), attributes: std::ptr::null(), num_attributes: 0 };
+        // SAFETY: configuration and parameters outlive the call; the kernel uses no memory.
+        ok("cuLaunchKernelEx", unsafe { (raw.launch)(&config, function, parameters.as_ptr(), std::ptr::null()) })
+    };
+    let [plain, most, least] = functions;
+    for (name, pair) in [
+        ("plain", [plain, plain]),
+        ("largest", [most, most]),
+        ("plain and largest in turns", [plain, most]),
+        ("least and largest in turns", [least, most]),
+        ("least and plain in turns", [least, plain]),
+    ] {
+        let microseconds = raw.with_context(context, || node(&stream, &device, &|i| queue(pair[i % 2])))?;
+        report(format!("{microseconds:8.3} us a node, carve-out {name}"));
+    }
+    Ok(())
 }

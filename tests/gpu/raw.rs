@@ -68,6 +68,7 @@ raw! {
     attributes_of = "cuPointerGetAttributes"(c_uint, *const c_int, *const *mut c_void, u64);
     module_load = "cuModuleLoadData"(*mut Handle, *const c_void);
     module_function = "cuModuleGetFunction"(*mut Handle, Handle, *const c_char);
+    function_set = "cuFuncSetAttribute"(Handle, c_int, c_int);
     launch = "cuLaunchKernelEx"(*const LaunchConfig, Handle, *const *const c_void, *const *const c_void);
 }
 

@@ -31,6 +31,7 @@ fn queue() -> Outcome {
     let kernel = KERNELS.get("test", &stream, Kernel::Scale { factor: 3 })?;
     let input = painted(1000, 9);
     let buffer = words(&stream, &input)?;
+    delay(&stream, 1)?; // its kernel is loaded
     let start = Instant::now();
     delay(&stream, LONG_NANOSECONDS)?;
     // Everything here is queued, and nothing waits.
