@@ -12,6 +12,7 @@ mod costs;
 #[cfg(feature = "cudarc")]
 mod cudarc;
 mod entries;
+mod gate;
 mod graphs;
 mod kernels;
 mod launches;
@@ -41,8 +42,8 @@ pub fn trials() -> Vec<Trial> {
     let is_asked_for = std::env::var("MOE_BACKEND").is_ok_and(|name| name.starts_with("cuda"));
     let has_compiler = Nvrtc::get().is_ok();
     let has_gpu = has_compiler && Device::count().is_ok_and(|num| num > 0);
-    let modules: [&[(&str, Needs, Test)]; 7] =
-        [compile::TRIALS, costs::TRIALS, entries::TRIALS, graphs::TRIALS, launches::TRIALS, memory::TRIALS, streams::TRIALS];
+    let modules: [&[(&str, Needs, Test)]; 8] =
+        [compile::TRIALS, costs::TRIALS, entries::TRIALS, gate::TRIALS, graphs::TRIALS, launches::TRIALS, memory::TRIALS, streams::TRIALS];
     #[cfg(not(feature = "cudarc"))]
     let adapters: &[(&str, Needs, Test)] = &[];
     #[cfg(feature = "cudarc")]

@@ -21,6 +21,7 @@ pub fn main(work: &str) -> std::process::ExitCode {
         "fault" => fault(),
         "compile" => compile(),
         "load" => load(),
+        "capture" => super::gate::capture(),
         _ => Err(format!("no work named `{work}`").into()),
     };
     match result {
