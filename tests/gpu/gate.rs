@@ -79,7 +79,8 @@ impl Arguments {
 
     /// Calls a form; the argument `bad` lies at `place`.
     fn call(&self, backend: &Backend, form: &str, (bad, place): (&str, Place)) -> Result<()> {
-        let (host, mut host_out) = (self.host.borrow().clone(), self.host.borrow_mut());
+        let host = self.host.borrow().clone();
+        let mut host_out = self.host.borrow_mut();
         let mut host_out = Some(&mut host_out[..]);
         let address = |name: &str| {
             let here = self.buffers[name].address();
