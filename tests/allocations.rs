@@ -50,7 +50,8 @@ unsafe impl GlobalAlloc for Counting {
     }
 }
 
-fn count(work: impl FnOnce()) -> u64 {
+/// Allocations of this thread during `work`.
+pub fn count(work: impl FnOnce()) -> u64 {
     let before = NUM_ALLOCATIONS.get();
     work();
     NUM_ALLOCATIONS.get() - before
