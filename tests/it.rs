@@ -14,6 +14,7 @@ mod equality;
 mod gate;
 mod golden;
 mod hygiene;
+mod inspect;
 mod layer;
 mod model;
 mod router;
@@ -37,6 +38,7 @@ fn main() {
         gate::trials,
         golden::trials,
         hygiene::trials,
+        inspect::trials,
         layer::trials,
         model::trials,
         router::trials,

@@ -31,6 +31,14 @@ pub(super) fn open<T>(
     Err(Error::Library { name: name.into(), searched })
 }
 
+/// Loads a library that another one will ask for by its bare name, and keeps it. One that is not there is left to the loader's own search.
+pub(super) fn keep(path: &Path) {
+    // SAFETY: a library of the vendor, which the other would load itself; it is never unloaded.
+    if let Ok(library) = unsafe { Library::new(path) } {
+        std::mem::forget(library);
+    }
+}
+
 /// The loader's own words.
 fn reason(error: &libloading::Error) -> String {
     use std::error::Error as _;

@@ -11,11 +11,13 @@
 //! | [`Program`], [`Spec`] | a kernel as text and constants |
 //! | [`Kernels`], [`jit`] | compiled, cached in memory and on disk, loaded |
 //! | [`Kernel`], [`Geometry`] | a launch |
+//! | [`inspect`] | registers, spills and sizes of every kernel on every architecture, without a GPU |
 
 mod buffer;
 mod device;
 mod driver;
 mod graph;
+pub mod inspect;
 pub mod jit;
 mod launch;
 mod library;
