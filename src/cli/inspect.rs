@@ -2,7 +2,7 @@
 #![forbid(unsafe_code)]
 
 use std::fs;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use moe_kernels::gpu::Program;
 use moe_kernels::gpu::inspect::{Arch, Compilers, Report, Sweep, Vendor, catalogue, cells, difference, markdown, pairs};
@@ -136,7 +136,7 @@ fn faults(report: &Report) -> Vec<String> {
 }
 
 /// Prints how the file differs from `text`; `false` when it does.
-fn check(file: &PathBuf, text: &str, output: &mut Output) -> Result<bool> {
+fn check(file: &Path, text: &str, output: &mut Output) -> Result<bool> {
     let committed =
         fs::read_to_string(file).map_err(|error| Error::Io { what: format!("reading {}", file.display()), why: error.to_string() })?;
     let lines = difference(&committed, text);
@@ -198,4 +198,49 @@ fn sweep(name: &str, as_json: bool, output: &mut Output) -> Result<bool> {
 fn json(value: &impl serde::Serialize, output: &mut Output) -> Result<()> {
     let text = serde_json::to_string_pretty(value);
     output.line(text.map_err(|error| Error::Io { what: "writing JSON".into(), why: error.to_string() })?)
+}
+
+#[cfg(test)]
+mod tests {
+    use moe_kernels::gpu::Targets;
+    use moe_kernels::gpu::inspect::Resources;
+
+    use super::*;
+
+    fn program(name: &str) -> Program {
+        let (constants, targets) = (Vec::new(), Targets::All);
+        Program { name: name.into(), entry: "probe", sources: &[], constants, threads: 128, smem_bytes: 0, max_registers: 64, targets }
+    }
+
+    #[test]
+    fn a_table_that_differs_is_a_failure() {
+        let file = tempfile::NamedTempFile::new().unwrap();
+        fs::write(file.path(), "| a | 1 |\n").unwrap();
+        let check = |text| check(file.path(), text, &mut Output::closed());
+        assert_eq!(check("| a | 1 |\n"), Ok(true));
+        assert_eq!(check("| a | 2 |\n"), Ok(false));
+        assert_eq!(check("| a | 1 |\n| b | 1 |\n"), Ok(false));
+        assert!(matches!(super::check("nowhere/table.md".as_ref(), "", &mut Output::closed()), Err(Error::Io { .. })));
+    }
+
+    #[test]
+    fn kernels_are_chosen_by_a_part_of_their_name() {
+        let all = || ["gate bf16", "gate f16", "cast bf16"].map(program).to_vec();
+        let names = |texts: &[&str]| {
+            let texts: Vec<String> = texts.iter().map(|text| (*text).to_owned()).collect();
+            choose(all(), &texts).map(|programs| programs.into_iter().map(|program| program.name).collect::<Vec<_>>())
+        };
+        assert_eq!(names(&[]).unwrap().len(), 3);
+        assert_eq!(names(&["bf16"]).unwrap(), ["gate bf16", "cast bf16"]);
+        assert_eq!(names(&["cast", "gate f"]).unwrap(), ["gate f16", "cast bf16"]);
+        assert!(matches!(names(&["gate", "dispatch"]), Err(Error::Invalid { .. })));
+    }
+
+    #[test]
+    fn a_fault_is_named_with_kernel_and_architecture() {
+        let resources =
+            Resources { registers: 65, scalar_registers: None, spills: 4, stack_bytes: 0, smem_bytes: 0, code_bytes: 1, lanes: 32 };
+        let report = Report::new(&program("gate bf16"), &Arch::from_name("sm_90a").unwrap(), resources);
+        assert_eq!(faults(&report), ["gate bf16 for sm_90a: 4 bytes spilled", "gate bf16 for sm_90a: 65 registers, at most 64"]);
+    }
 }
