@@ -88,8 +88,13 @@ fn device_addresses() -> Result<(), Failed> {
 fn names() -> Result<(), Failed> {
     names_argument("unknown backend", Backend::from_name("metal"), "name")?;
     names_argument("unknown dtype", "float".parse::<DType>(), "name")?;
-    for name in ["cuda", "hip"] {
-        assert!(matches!(Backend::from_name(name), Err(Error::Unsupported { .. })), "{name} is no silent fallback");
+    assert!(matches!(Backend::from_name("hip"), Err(Error::Unsupported { .. })), "hip is no silent fallback");
+    match Backend::from_name("cuda") {
+        Ok(backend) => assert_eq!(backend.name(), "cuda"),
+        Err(error) => assert!(matches!(error, Error::Library { .. } | Error::Gpu { .. }), "{error}"),
+    }
+    for name in ["cuda:", "cuda:x", "cuda:-1", "cudax"] {
+        names_argument("no ordinal", Backend::from_name(name), "name")?;
     }
     for dtype in DType::ALL {
         assert_eq!(dtype.name().parse::<DType>()?, dtype);

@@ -176,7 +176,8 @@ fn check_router() -> Outcome {
 fn check_nonsense() -> Outcome {
     let ops: Vec<&str> = moe_kernels::check::groups().iter().map(|group| group.op).collect();
     moe(["check", "nonsense"])?.refused(&[&["`nonsense`"], &ops[..]].concat())?;
-    moe(["check", "--backend", "cuda"])?.refused(&["cuda", "not supported"])
+    moe(["check", "--backend", "hip"])?.refused(&["hip", "not supported"])?;
+    moe(["check", "--backend", "cuda:x"])?.refused(&["backend", "cuda:x"])
 }
 
 /// Nothing chosen is not a pass.

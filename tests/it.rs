@@ -17,6 +17,7 @@ mod gate;
 mod golden;
 mod gpu;
 mod hygiene;
+mod inspect;
 mod layer;
 mod model;
 mod router;
@@ -44,6 +45,7 @@ fn main() -> ExitCode {
         golden::trials,
         gpu::trials,
         hygiene::trials,
+        inspect::trials,
         layer::trials,
         model::trials,
         router::trials,

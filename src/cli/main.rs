@@ -3,6 +3,7 @@
 
 mod check;
 mod info;
+mod inspect;
 mod output;
 mod run;
 
@@ -35,6 +36,8 @@ enum Command {
     Check(check::Arguments),
     /// Describe the machine: CPU, memory, GPUs, versions, cache folder
     Info(info::Arguments),
+    /// Registers, spills and sizes of each GPU kernel on each architecture, compiled here without a GPU
+    Inspect(inspect::Arguments),
 }
 
 fn main() -> ExitCode {
@@ -50,6 +53,7 @@ fn main() -> ExitCode {
     let verdict = match arguments.command {
         Some(Command::Check(arguments)) => check::check(&arguments, &mut output),
         Some(Command::Info(arguments)) => info::info(&arguments, &mut output),
+        Some(Command::Inspect(arguments)) => inspect::inspect(&arguments, &mut output),
         Some(Command::Run(arguments)) => run::run(&arguments, &mut output),
         None => run::run(&arguments.run, &mut output),
     };

@@ -12,6 +12,7 @@
 //! | [`Kernels`], [`jit`] | compiled, cached in memory and on disk, loaded |
 //! | [`Kernel`], [`Geometry`] | a launch |
 //! | `cudarc` | with the feature of that name: slices and streams of the crate cudarc |
+//! | [`inspect`] | registers, spills and sizes of every kernel on every architecture, without a GPU |
 //!
 //! # Contexts
 //!
@@ -38,6 +39,7 @@ pub mod cudarc;
 mod device;
 mod driver;
 mod graph;
+pub mod inspect;
 pub mod jit;
 mod known;
 mod launch;

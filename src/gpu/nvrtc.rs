@@ -87,8 +87,10 @@ impl Nvrtc {
         };
         let (text, name) = (c_string("source", text)?, c_string("name", &format!("{kernel}.cu"))?);
         let arch = format!("--gpu-architecture={arch}");
-        let options =
-            OPTIONS.iter().copied().chain([arch.as_str()]).map(|option| c_string("option", option)).collect::<Result<Vec<_>>>()?;
+        // Spec (NVRTC 12.9): from then on it has a cache of its own, and what comes from there has no report of registers in its log.
+        let own_cache = (self.version()? >= (12, 9)).then_some("--no-cache");
+        let options = OPTIONS.iter().copied().chain(own_cache).chain([arch.as_str()]);
+        let options = options.map(|option| c_string("option", option)).collect::<Result<Vec<_>>>()?;
         let options: Vec<*const c_char> = options.iter().map(|option| option.as_ptr()).collect();
         let none = std::ptr::null();
         let mut program = Unit { nvrtc: self, raw: std::ptr::null_mut() };
@@ -171,7 +173,7 @@ fn failed(_: &Nvrtc, call: &'static str, code: i32) -> Error {
 
 /// What says where a toolkit may be.
 #[derive(Default)]
-struct Places {
+pub(super) struct Places {
     moe_nvrtc: Option<PathBuf>,
     /// `CUDA_HOME`, `CUDA_PATH`.
     toolkits: Vec<PathBuf>,
@@ -184,7 +186,7 @@ struct Places {
 }
 
 impl Places {
-    fn of_this_machine() -> Self {
+    pub(super) fn of_this_machine() -> Self {
         let variable = |name: &str| env::var_os(name).filter(|value| !value.is_empty()).map(PathBuf::from);
         let list = |name: &str| env::var_os(name).map(|value| env::split_paths(&value).collect::<Vec<_>>()).unwrap_or_default();
         let interpreters = list("PATH").into_iter().map(|folder| folder.join("python3")).filter(|python| python.exists());
@@ -199,6 +201,25 @@ impl Places {
             roots: vec![PathBuf::from("/usr/local"), PathBuf::from("/opt")],
         }
     }
+
+    /// Folders that may hold Python packages, those named by the user first.
+    pub(super) fn python_packages(&self) -> Vec<PathBuf> {
+        let mut packages = self.python_paths.clone();
+        for prefix in &self.python_prefixes {
+            for version in sorted(&prefix.join("lib"), |name| name.starts_with("python3")) {
+                packages.extend(["site-packages", "dist-packages"].map(|packages| version.join(packages)));
+            }
+        }
+        packages
+    }
+}
+
+/// Entries of a folder whose names are accepted, the last name first.
+fn sorted(folder: &Path, accept: impl Fn(&str) -> bool) -> Vec<PathBuf> {
+    let entries = fs::read_dir(folder).into_iter().flatten().flatten();
+    let mut names: Vec<String> = entries.filter_map(|entry| entry.file_name().into_string().ok()).filter(|name| accept(name)).collect();
+    names.sort_by(|a, b| b.cmp(a));
+    names.into_iter().map(|name| folder.join(name)).collect()
 }
 
 /// Newest first: of two that the driver can run, the newer compiles better.
@@ -208,24 +229,12 @@ fn candidates(places: &Places) -> Vec<PathBuf> {
     if let Some(path) = &places.moe_nvrtc {
         return if path.is_dir() { in_folder(path.clone()).to_vec() } else { vec![path.clone()] };
     }
-    let sorted = |folder: &Path, accept: &dyn Fn(&str) -> bool| {
-        let entries = fs::read_dir(folder).into_iter().flatten().flatten();
-        let mut names: Vec<String> = entries.filter_map(|entry| entry.file_name().into_string().ok()).filter(|name| accept(name)).collect();
-        names.sort_by(|a, b| b.cmp(a));
-        names.into_iter().map(|name| folder.join(name)).collect::<Vec<_>>()
-    };
     let mut folders = Vec::new();
-    let toolkits = places.roots.iter().flat_map(|root| sorted(root, &|name| name.starts_with("cuda")));
+    let toolkits = places.roots.iter().flat_map(|root| sorted(root, |name| name.starts_with("cuda")));
     for toolkit in places.toolkits.iter().cloned().chain(toolkits) {
         folders.extend(["lib64", "lib", "targets/x86_64-linux/lib", "targets/sbsa-linux/lib"].map(|lib| toolkit.join(lib)));
     }
-    let mut packages = places.python_paths.clone();
-    for prefix in &places.python_prefixes {
-        for version in sorted(&prefix.join("lib"), &|name| name.starts_with("python3")) {
-            packages.extend(["site-packages", "dist-packages"].map(|packages| version.join(packages)));
-        }
-    }
-    for packages in packages {
+    for packages in places.python_packages() {
         folders.extend(["nvidia/cu13/lib", "nvidia/cuda_nvrtc/lib"].map(|lib| packages.join(lib)));
     }
     let bare = NAMES.map(PathBuf::from);

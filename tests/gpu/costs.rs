@@ -145,7 +145,17 @@ fn costs() -> Outcome {
         gate::gate(&backend, x, w, &GateOptions::default(), out).map_err(Failed::from)
     };
     gate()?;
-    let arms: [Arm<'_>; 22] = [
+    let views = || {
+        let at = |byte: u64| DeviceAddress { device: device.ordinal(), address: black_box(addresses[1]) + byte };
+        // SAFETY: no operation runs with these views.
+        black_box(unsafe { TensorView::from_device(at(0), Layout::contiguous("test", DType::BF16, &[1, 2048])?) }?);
+        // SAFETY: as above.
+        black_box(unsafe { TensorView::from_device(at(1 << 20), Layout::contiguous("test", DType::BF16, &[2048])?) }?);
+        // SAFETY: as above.
+        black_box(unsafe { TensorViewMut::from_device(at(2 << 20), Layout::contiguous("test", DType::BF16, &[1])?) }?);
+        Ok(())
+    };
+    let arms: [Arm<'_>; 23] = [
         ("bare launch", &|| bare(functions[0])),
         ("Kernel::launch", &|| launch(false)),
         ("gate::gate, bf16, 2048", &gate),
@@ -168,6 +178,7 @@ fn costs() -> Outcome {
         ("bare launch, largest carve-out", &|| bare(functions[1])),
         ("bare launch, clusters of any size", &|| bare(functions[2])),
         ("adopt, memory of a pool", &|| adopt(2)),
+        ("three views of device memory", &views),
     ];
     let current = raw.with_context(context, || time(&stream, &arms))?;
     // Calls of ours when nothing is current: they bind the context each time.
