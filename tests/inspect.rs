@@ -9,14 +9,14 @@ use moe_kernels::gpu::inspect::{Arch, Compilers, Report, Vendor, catalogue, mark
 use moe_kernels::gpu::{Constant, Program, Source, Targets};
 
 type Outcome = Result<(), Failed>;
+type Test = fn(Vendor) -> Outcome;
 
 const VENDORS: [Vendor; 2] = [Vendor::Nvidia, Vendor::Amd];
 
 /// Every trial of this module.
 pub fn trials() -> Vec<Trial> {
     let compilers = Compilers::find();
-    let each: [(&str, fn(Vendor) -> Outcome); 4] =
-        [("small", small), ("spills", spills), ("budgets", budgets), ("a_bad_source", a_bad_source)];
+    let each: [(&str, Test); 4] = [("small", small), ("spills", spills), ("budgets", budgets), ("a_bad_source", a_bad_source)];
     let mut trials = Vec::new();
     for vendor in VENDORS {
         let is_missing = compilers.version(vendor).is_err();
