@@ -1,5 +1,7 @@
 //! The one integration binary: a named trial per operation, backend and group of cases, and a module per operation.
 
+use std::process::ExitCode;
+
 use libtest_mimic::{Arguments, Failed, Trial};
 use moe_kernels::{Backend, check};
 
@@ -13,6 +15,7 @@ mod dispatch;
 mod equality;
 mod gate;
 mod golden;
+mod gpu;
 mod hygiene;
 mod inspect;
 mod layer;
@@ -23,7 +26,10 @@ mod world;
 #[global_allocator]
 static ALLOCATOR: allocations::Counting = allocations::Counting;
 
-fn main() {
+fn main() -> ExitCode {
+    if let Ok(work) = std::env::var(gpu::child::VARIABLE) {
+        return gpu::child::main(&work);
+    }
     let arguments = Arguments::from_args();
     let mut trials = shared_checks();
     for module in [
@@ -37,6 +43,7 @@ fn main() {
         equality::trials,
         gate::trials,
         golden::trials,
+        gpu::trials,
         hygiene::trials,
         inspect::trials,
         layer::trials,
@@ -46,7 +53,7 @@ fn main() {
     ] {
         trials.extend(module());
     }
-    libtest_mimic::run(&arguments, trials).exit();
+    libtest_mimic::run(&arguments, trials).exit_code()
 }
 
 /// The library's checkers as trials. `MOE_BACKEND` names a backend that must be there: a missing one fails, it does not skip.

@@ -31,12 +31,12 @@ pub(super) fn open<T>(
     Err(Error::Library { name: name.into(), searched })
 }
 
-/// Loads a library that another one will ask for by its bare name, and keeps it. One that is not there is left to the loader's own search.
-pub(super) fn keep(path: &Path) {
-    // SAFETY: a library of the vendor, which the other would load itself; it is never unloaded.
-    if let Ok(library) = unsafe { Library::new(path) } {
-        std::mem::forget(library);
-    }
+/// Loads a library that another one will look for by its name, for the life of the process.
+pub(super) fn keep(path: &Path) -> Result<(), String> {
+    // SAFETY: a vendor's own library, by its file name; its initialisers run as in every program that links it.
+    let library = unsafe { Library::new(path) }.map_err(|error| reason(&error))?;
+    std::mem::forget(library);
+    Ok(())
 }
 
 /// The loader's own words.

@@ -12,13 +12,17 @@
 //! | [`Kernels`], [`jit`] | compiled, cached in memory and on disk, loaded |
 //! | [`Kernel`], [`Geometry`] | a launch |
 //! | [`inspect`] | registers, spills and sizes of every kernel on every architecture, without a GPU |
+//! | `cudarc` | with the feature of that name: slices and streams of the crate cudarc |
 
 mod buffer;
+#[cfg(feature = "cudarc")]
+pub mod cudarc;
 mod device;
 mod driver;
 mod graph;
 pub mod inspect;
 pub mod jit;
+mod known;
 mod launch;
 mod library;
 mod nvrtc;
