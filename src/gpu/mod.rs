@@ -11,8 +11,8 @@
 //! | [`Program`], [`Spec`] | a kernel as text and constants |
 //! | [`Kernels`], [`jit`] | compiled, cached in memory and on disk, loaded |
 //! | [`Kernel`], [`Geometry`] | a launch |
-//! | [`inspect`] | registers, spills and sizes of every kernel on every architecture, without a GPU |
 //! | `cudarc` | with the feature of that name: slices and streams of the crate cudarc |
+//! | [`inspect`] | registers, spills and sizes of every kernel on every architecture, without a GPU |
 
 mod buffer;
 #[cfg(feature = "cudarc")]
