@@ -12,6 +12,7 @@ mod combine;
 mod dispatch;
 mod equality;
 mod gate;
+mod gate_torch;
 mod golden;
 mod hygiene;
 mod layer;
@@ -35,6 +36,7 @@ fn main() {
         dispatch::trials,
         equality::trials,
         gate::trials,
+        gate_torch::trials,
         golden::trials,
         hygiene::trials,
         layer::trials,

@@ -11,7 +11,9 @@
 //! | [`Program`], [`Spec`] | a kernel as text and constants |
 //! | [`Kernels`], [`jit`] | compiled, cached in memory and on disk, loaded |
 //! | [`Kernel`], [`Geometry`] | a launch |
+//! | [`Blas`], [`Product`] | matrix products of cuBLASLt |
 
+mod blas;
 mod buffer;
 mod device;
 mod driver;
@@ -20,9 +22,11 @@ pub mod jit;
 mod launch;
 mod library;
 mod nvrtc;
+mod places;
 mod program;
 mod stream;
 
+pub use blas::{Blas, CublasLt, Product};
 pub use buffer::{Buffer, Pinned};
 pub use device::{Device, Properties};
 pub use driver::Driver;
