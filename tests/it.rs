@@ -5,6 +5,7 @@ use moe_kernels::{Backend, check};
 
 mod allocations;
 mod bad_input;
+mod blas;
 mod cast;
 mod checkpoint;
 mod cli;
@@ -29,6 +30,7 @@ fn main() {
     for module in [
         allocations::trials,
         bad_input::trials,
+        blas::trials,
         cast::trials,
         checkpoint::trials,
         cli::trials,

@@ -23,6 +23,7 @@ mod launch;
 mod library;
 mod nvrtc;
 mod places;
+pub mod plain;
 mod program;
 mod stream;
 

@@ -1,10 +1,10 @@
-"""Records what PyTorch computes on a GPU for the shared expert's gate: writes torch.json beside this file, or to the path given.
+"""Records what PyTorch computes for the shared expert's gate on a GPU and on a CPU: writes torch.json beside this file, or to the path given.
 
-chain: for every pattern of bf16 and f16, x [65536, 1] and w = 1: linear, sigmoid of it, that times s, that added to out, each stored in the type (the chain of
+chain, by device: for every pattern of bf16 and f16, x [65536, 1] and w = 1: linear, sigmoid of it, that times s, that added to out, each stored in the type (the chain of
 transformers' blocks). A table of 65536 values is kept as the exceptions from a formula in f64 and the SHA-256 of the whole table (little endian, NaN as 0x7FFF), so
 whoever applies both has torch's table or knows that it has not.
 
-dots: linear of four rows of several K, alone (T = 1) and together (T = 4), and both again without reduced precision inside the GEMM. Numbers come from SplitMix64:
+dots, GPU: linear of four rows of several K, alone (T = 1) and together (T = 4), and both again without reduced precision inside the GEMM. Numbers come from SplitMix64:
 element i of `values(seed)` is output i as 24 bits in [-1, 1); w has seed K, row r has seed K + 1 + r, and row 3 takes its signs from w, so nothing cancels.
 """
 
@@ -60,12 +60,12 @@ def table(name: str, got: torch.Tensor, formula: np.ndarray, dtype: torch.dtype)
     return {"sha256": digest, "exceptions": [[int(i), int(got_bits[i])] for i in where]}
 
 
-def chain(dtype: torch.dtype) -> dict:
+def chain(dtype: torch.dtype, device: str) -> dict:
     patterns = torch.from_numpy(np.arange(NUM_PATTERNS, dtype=np.uint32).astype(np.uint16).view(np.int16)).view(dtype)
-    x = patterns.reshape(-1, 1).cuda()
-    w = torch.ones(1, 1, dtype=dtype, device="cuda")
-    s = rounded(values(5, NUM_PATTERNS) * np.float32(3), dtype).reshape(-1, 1).cuda()
-    out = rounded(values(6, NUM_PATTERNS) * np.float32(3), dtype).reshape(-1, 1).cuda()
+    x = patterns.reshape(-1, 1).to(device)
+    w = torch.ones(1, 1, dtype=dtype, device=device)
+    s = rounded(values(5, NUM_PATTERNS) * np.float32(3), dtype).reshape(-1, 1).to(device)
+    out = rounded(values(6, NUM_PATTERNS) * np.float32(3), dtype).reshape(-1, 1).to(device)
     linear = F.linear(x, w)
     gate = F.sigmoid(linear)
     product = gate * s
@@ -121,13 +121,14 @@ def dots(name: str, dtype: torch.dtype) -> list:
 def main() -> None:
     path = Path(sys.argv[1]) if len(sys.argv) > 1 else Path(__file__).with_name("torch.json")
     record = {"torch": torch.__version__, "cuda": torch.version.cuda, "device": torch.cuda.get_device_name(), "chain": {}, "dots": []}
-    for name in ["bf16", "f16"]:
-        print(name)
-        record["chain"][name] = chain(DTYPES[name])
+    record["cpu"] = torch.backends.cpu.get_cpu_capability()
+    for name, device in [("bf16", "cuda"), ("f16", "cuda"), ("bf16", "cpu"), ("f16", "cpu")]:
+        print(name, device)
+        record["chain"][f"{device} {name}"] = chain(DTYPES[name], device)
     for name, dtype in DTYPES.items():
         record["dots"] += dots(name, dtype)
     # One line for each table and each K.
-    lines = [f'"torch": {json.dumps(record["torch"])}, "cuda": {json.dumps(record["cuda"])}, "device": {json.dumps(record["device"])}']
+    lines = [", ".join(f'"{key}": {json.dumps(record[key])}' for key in ["torch", "cuda", "device", "cpu"])]
     tables = [f'"{name}": {{\n' + ",\n".join(f'"{step}": {json.dumps(t)}' for step, t in steps.items()) + "}" for name, steps in record["chain"].items()]
     lines.append('"chain": {\n' + ",\n".join(tables) + "}")
     lines.append('"dots": [\n' + ",\n".join(json.dumps(dot) for dot in record["dots"]) + "]")
