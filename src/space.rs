@@ -38,7 +38,6 @@ impl Space for Cpu {
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Address<'a> {
     /// As the driver knows it; 0 only for a tensor without elements.
-    #[expect(dead_code, reason = "read by the launch of the first operation on a GPU")]
     pub(crate) address: u64,
     view: PhantomData<&'a ()>,
 }

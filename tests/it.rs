@@ -1,5 +1,7 @@
 //! The one integration binary: a named trial per operation, backend and group of cases, and a module per operation.
 
+use std::process::ExitCode;
+
 use libtest_mimic::{Arguments, Failed, Trial};
 use moe_kernels::{Backend, check};
 
@@ -15,6 +17,7 @@ mod equality;
 mod gate;
 mod gate_torch;
 mod golden;
+mod gpu;
 mod hygiene;
 mod layer;
 mod model;
@@ -24,7 +27,10 @@ mod world;
 #[global_allocator]
 static ALLOCATOR: allocations::Counting = allocations::Counting;
 
-fn main() {
+fn main() -> ExitCode {
+    if let Ok(work) = std::env::var(gpu::child::VARIABLE) {
+        return gpu::child::main(&work);
+    }
     let arguments = Arguments::from_args();
     let mut trials = shared_checks();
     for module in [
@@ -40,6 +46,7 @@ fn main() {
         gate::trials,
         gate_torch::trials,
         golden::trials,
+        gpu::trials,
         hygiene::trials,
         layer::trials,
         model::trials,
@@ -48,7 +55,7 @@ fn main() {
     ] {
         trials.extend(module());
     }
-    libtest_mimic::run(&arguments, trials).exit();
+    libtest_mimic::run(&arguments, trials).exit_code()
 }
 
 /// The library's checkers as trials. `MOE_BACKEND` names a backend that must be there: a missing one fails, it does not skip.

@@ -12,13 +12,17 @@
 //! | [`Kernels`], [`jit`] | compiled, cached in memory and on disk, loaded |
 //! | [`Kernel`], [`Geometry`] | a launch |
 //! | [`Blas`], [`Product`] | matrix products of cuBLASLt |
+//! | `cudarc` | with the feature of that name: slices and streams of the crate cudarc |
 
 mod blas;
 mod buffer;
+#[cfg(feature = "cudarc")]
+pub mod cudarc;
 mod device;
 mod driver;
 mod graph;
 pub mod jit;
+mod known;
 mod launch;
 mod library;
 mod nvrtc;

@@ -1,6 +1,7 @@
 //! NVRTC, the run-time compiler: where it is found, and one compilation.
 
 use std::ffi::{CString, c_char, c_int, c_void};
+use std::path::Path;
 use std::sync::OnceLock;
 
 use super::driver::Driver;
@@ -52,7 +53,10 @@ impl Nvrtc {
                 let (major, minor) = nvrtc.version().map_err(|error| error.to_string())?;
                 match newest {
                     Some((driver, _)) if major > driver => Err(format!("is {major}.{minor}, newer than the driver's CUDA {driver}")),
-                    _ => Ok(nvrtc),
+                    _ => {
+                        load_builtins(path, major, minor)?;
+                        Ok(nvrtc)
+                    }
                 }
             })
         });
@@ -109,6 +113,18 @@ impl Nvrtc {
         // SAFETY: the buffer has the size that the library asked for.
         unsafe { self.cubin(program.raw, image.as_mut_ptr().cast()) }?;
         Ok((image, log))
+    }
+}
+
+/// Loads the library that NVRTC opens by its bare name when it compiles. In a folder that the loader does not search, as those of Python packages
+/// are, it would not find the one beside it; one that is loaded already is found by name.
+fn load_builtins(nvrtc: &Path, major: u32, minor: u32) -> Result<(), String> {
+    let Some(folder) = nvrtc.parent().filter(|folder| !folder.as_os_str().is_empty()) else { return Ok(()) };
+    let path = folder.join(format!("libnvrtc-builtins.so.{major}.{minor}"));
+    match library::keep(&path) {
+        Err(why) if path.exists() => Err(format!("cannot use {}: {why}", path.display())),
+        // Not beside it: the loader may know it.
+        _ => Ok(()),
     }
 }
 

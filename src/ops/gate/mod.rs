@@ -7,6 +7,8 @@
 //! | [`gate_mul_add`] | `out + g * s` |
 //! | [`gate_append_topk`] | `g` and the shared expert's id behind the routed top-k |
 //! | [`sigmoid_mul`] | `sigmoid(g) * s` of a `g` that is already there |
+//! | [`gate_backward`] | the gradients of the logit, `x`, `w` and the bias, from that of `g` |
+//! | [`gate_mul_backward`] | the gradients of `g` and `s`, from that of `g * s` |
 //!
 //! # What is computed, and where it is rounded
 //!
@@ -38,17 +40,25 @@
 //! type of `x` or f32; so have `bias [1]` and `addend [T]` or `[T, 1]`. `s [T, N]` has the type of `x` or f32 and the result the type of `s`.
 //! Any T, K and N may be 0. The rows of a result must not overlap.
 
+mod backward;
 mod check;
 mod cpu;
 mod dot;
 mod elementwise;
+mod gpu;
+mod tuning;
 mod vector;
 mod view;
 
+pub use backward::{GateGradients, GateMulGradients, gate_backward, gate_mul_backward};
+
 use crate::backend::Backend;
 use crate::error::Result;
+use crate::gpu::{Program, Spec};
 use crate::id::Expert;
-use crate::tensor::{TensorView, TensorViewMut};
+use crate::tensor::{DType, TensorView, TensorViewMut};
+
+pub use tuning::{Arch, max_k_single_block};
 
 /// Where the results of single steps are rounded.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default, serde::Serialize, serde::Deserialize)]
@@ -91,11 +101,21 @@ pub struct GateOptions<'a> {
     pub addend: Option<TensorView<'a>>,
     /// Multiplies the gate after the activation. Finite.
     pub scale: f32,
+    /// Nothing that is queued before this call writes `w`, so a programmatic launch may read it before that has ended. Other launches do not
+    /// look at it. Off by default.
+    pub weights_are_constant: bool,
 }
 
 impl Default for GateOptions<'_> {
     fn default() -> Self {
-        GateOptions { activation: Activation::Sigmoid, rounding: Rounding::Fused, bias: None, addend: None, scale: 1.0 }
+        GateOptions {
+            activation: Activation::Sigmoid,
+            rounding: Rounding::Fused,
+            bias: None,
+            addend: None,
+            scale: 1.0,
+            weights_are_constant: false,
+        }
     }
 }
 
@@ -124,11 +144,18 @@ impl Default for GateOptions<'_> {
 /// # Ok::<(), moe_kernels::Error>(())
 /// ```
 pub fn gate(backend: &Backend, x: TensorView<'_>, w: TensorView<'_>, options: &GateOptions<'_>, mut out: TensorViewMut<'_>) -> Result<()> {
-    let cpu = backend.as_cpu("gate")?;
-    if let Some((gates, out)) = check::gate(cpu, x, w, options, &mut out)? {
-        cpu::gate(cpu, &gates, out);
+    match backend {
+        Backend::Cpu(cpu) => {
+            if let Some((gates, out)) = check::gate(cpu, x, w, options, &mut out)? {
+                cpu::gate(cpu, &gates, out);
+            }
+            Ok(())
+        }
+        Backend::Cuda(cuda) => match check::gate(cuda, x, w, options, &mut out)? {
+            Some((gates, out)) => gpu::gate(cuda, &gates, out),
+            None => Ok(()),
+        },
     }
-    Ok(())
 }
 
 /// `out[t, n] = g[t] * s[t, n]`: the shared expert's output, weighed, in one pass.
@@ -166,11 +193,19 @@ pub fn gate_mul(
     options: &GateOptions<'_>,
     mut out: TensorViewMut<'_>,
 ) -> Result<()> {
-    let cpu = backend.as_cpu("gate_mul")?;
-    if let Some((gates, s, out)) = check::gate_mul("gate_mul", cpu, x, w, s, options, &mut out)? {
-        cpu::gate_mul::<false>(cpu, &gates, s, out);
+    const OP: &str = "gate_mul";
+    match backend {
+        Backend::Cpu(cpu) => {
+            if let Some((gates, s, out)) = check::gate_mul(OP, cpu, x, w, s, options, &mut out)? {
+                cpu::gate_mul::<false>(cpu, &gates, s, out);
+            }
+            Ok(())
+        }
+        Backend::Cuda(cuda) => match check::gate_mul(OP, cuda, x, w, s, options, &mut out)? {
+            Some((gates, s, out)) => gpu::gate_mul(cuda, OP, false, &gates, s, out),
+            None => Ok(()),
+        },
     }
-    Ok(())
 }
 
 /// `out[t, n] = out[t, n] + g[t] * s[t, n]`: the shared expert's output, weighed and added to the routed experts' sum.
@@ -206,11 +241,19 @@ pub fn gate_mul_add(
     options: &GateOptions<'_>,
     mut out: TensorViewMut<'_>,
 ) -> Result<()> {
-    let cpu = backend.as_cpu("gate_mul_add")?;
-    if let Some((gates, s, out)) = check::gate_mul("gate_mul_add", cpu, x, w, s, options, &mut out)? {
-        cpu::gate_mul::<true>(cpu, &gates, s, out);
+    const OP: &str = "gate_mul_add";
+    match backend {
+        Backend::Cpu(cpu) => {
+            if let Some((gates, s, out)) = check::gate_mul(OP, cpu, x, w, s, options, &mut out)? {
+                cpu::gate_mul::<true>(cpu, &gates, s, out);
+            }
+            Ok(())
+        }
+        Backend::Cuda(cuda) => match check::gate_mul(OP, cuda, x, w, s, options, &mut out)? {
+            Some((gates, s, out)) => gpu::gate_mul(cuda, OP, true, &gates, s, out),
+            None => Ok(()),
+        },
     }
-    Ok(())
 }
 
 /// Writes the gate as a routing weight: `topk_idx[t, last] = shared_expert` and `topk_weights[t, last] = g[t]`.
@@ -248,12 +291,19 @@ pub fn gate_append_topk(
     mut topk_idx: TensorViewMut<'_>,
     mut topk_weights: TensorViewMut<'_>,
 ) -> Result<()> {
-    let cpu = backend.as_cpu("gate_append_topk")?;
-    let checked = check::gate_append_topk(cpu, x, w, shared_expert, options, &mut topk_idx, &mut topk_weights)?;
-    if let Some((gates, idx, weights)) = checked {
-        cpu::gate_append_topk(cpu, &gates, shared_expert, idx, weights);
+    match backend {
+        Backend::Cpu(cpu) => {
+            let checked = check::gate_append_topk(cpu, x, w, shared_expert, options, &mut topk_idx, &mut topk_weights)?;
+            if let Some((gates, idx, weights)) = checked {
+                cpu::gate_append_topk(cpu, &gates, shared_expert, idx, weights);
+            }
+            Ok(())
+        }
+        Backend::Cuda(cuda) => match check::gate_append_topk(cuda, x, w, shared_expert, options, &mut topk_idx, &mut topk_weights)? {
+            Some((gates, idx, weights)) => gpu::gate_append_topk(cuda, &gates, shared_expert, idx, weights),
+            None => Ok(()),
+        },
     }
-    Ok(())
 }
 
 /// `out[t, n] = s[t, n] * sigmoid(g[t, 0])`, or `s[t, n] * sigmoid(g[t, n])` when `g` has as many columns as `s`.
@@ -281,9 +331,80 @@ pub fn gate_append_topk(
 /// # Ok::<(), moe_kernels::Error>(())
 /// ```
 pub fn sigmoid_mul(backend: &Backend, s: TensorView<'_>, g: TensorView<'_>, rounding: Rounding, mut out: TensorViewMut<'_>) -> Result<()> {
-    let cpu = backend.as_cpu("sigmoid_mul")?;
-    if let Some((s, g, out)) = check::sigmoid_mul(cpu, s, g, &mut out)? {
-        cpu::sigmoid_mul(cpu, s, g, rounding, out);
+    match backend {
+        Backend::Cpu(cpu) => {
+            if let Some((s, g, out)) = check::sigmoid_mul(cpu, s, g, &mut out)? {
+                cpu::sigmoid_mul(cpu, s, g, rounding, out);
+            }
+            Ok(())
+        }
+        Backend::Cuda(cuda) => match check::sigmoid_mul(cuda, s, g, &mut out)? {
+            Some((s, g, out)) => gpu::sigmoid_mul(cuda, s, g, rounding, out),
+            None => Ok(()),
+        },
     }
-    Ok(())
+}
+
+/// A call of this module without its data: what [`precompile`] needs to know of it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct Call {
+    /// The function.
+    pub form: Form,
+    /// Type of `x`; of `s` for [`Form::SigmoidMul`].
+    pub x: DType,
+    /// Type of `w`; of `g` for [`Form::SigmoidMul`].
+    pub w: DType,
+    /// Type of the result.
+    pub out: DType,
+    /// Columns of `x`; of `g` for [`Form::SigmoidMul`].
+    pub k: usize,
+    /// Columns of `s`, where there is one.
+    pub n: usize,
+}
+
+/// A function of this module.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Form {
+    /// [`gate`].
+    Gate,
+    /// [`gate_mul`].
+    GateMul,
+    /// [`gate_mul_add`].
+    GateMulAdd,
+    /// [`gate_append_topk`].
+    GateAppendTopk,
+    /// [`sigmoid_mul`].
+    SigmoidMul,
+}
+
+/// Compiles and loads every kernel that such a call may need, for any number of tokens and any option, so that it can be captured in a graph at
+/// once. Tensors are taken to lie at multiples of 16 bytes, in rows of multiples of 16 bytes. Nothing to do on the CPU.
+///
+/// # Errors
+/// [`Error::Library`](crate::Error::Library) without a compiler, [`Error::Compile`](crate::Error::Compile) with the compiler's log,
+/// [`Error::Gpu`](crate::Error::Gpu) from the driver.
+///
+/// ```
+/// use moe_kernels::ops::gate::{Call, Form, precompile};
+/// use moe_kernels::{Backend, DType};
+/// let call = Call { form: Form::GateMul, x: DType::BF16, w: DType::BF16, out: DType::BF16, k: 2048, n: 2048 };
+/// precompile(&Backend::cpu(), &[call])?;
+/// # Ok::<(), moe_kernels::Error>(())
+/// ```
+pub fn precompile(backend: &Backend, calls: &[Call]) -> Result<()> {
+    match backend {
+        Backend::Cpu(_) => Ok(()),
+        Backend::Cuda(cuda) => calls.iter().try_for_each(|call| gpu::precompile(cuda, call)),
+    }
+}
+
+/// The kernels of this module that the table of resources lists.
+pub fn programs() -> Vec<Program> {
+    gpu::shipped().iter().map(Spec::program).collect()
+}
+
+/// The kernel in which each lane holds `elements_per_lane` (a power of two from 8 on) elements of one row before it adds them: where the bound of
+/// the elements of a lane comes from.
+pub fn one_tile_program(dtype: DType, elements_per_lane: u16) -> Program {
+    gpu::one_tile(dtype, elements_per_lane).program()
 }

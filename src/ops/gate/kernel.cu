@@ -1,0 +1,384 @@
+// Computes   the five forms of `ops::gate`, each in one launch: g = activation(x . w + bias + addend) * scale and what is multiplied with it, or
+//            s * sigmoid(g). The order of the sum and every rounding are those of `oracle::gate`.
+// Layout     x [T, K], w [K], bias [1], addend [T], s [T, N], out [T] or [T, N], idx [T]: addresses of row 0 and bytes from row to row, as the caller
+//            owns them. For gate_append_topk, idx and out point at the last column. Only out and idx are written.
+// Work       A team is 32 lanes; lane l of a team holds, of w = first_w .. first_w + VECTORS, the eight elements e of (w, l). A row has TEAMS_PER_ROW
+//            teams in one block, or in each of the CLUSTER blocks of a cluster; a block has ROWS_PER_BLOCK rows. So the pairs over e and the low
+//            bits of w are added in registers, the high bits of w after one exchange through shared memory (of each block that needs the gate), and
+//            the bits of l across lanes. Grid x walks rows; grid y splits the columns of s, and each of its blocks makes the same gate again.
+// Shared     partial[team of the cluster][l], written once.
+// Sync       One barrier (of the block, or of the cluster) between the stores to partial and the loads. Remote stores come after every block of the
+//            cluster has started; a block reads only its own shared memory afterwards, so it may end without a further barrier.
+// Requires   elements of one row: k <= 256 * VECTORS * TEAMS_PER_ROW * CLUSTER if ONE_PASS, else that product is 8192 (all of w). With ALIGNED_DOT x, its
+//            rows and w lie at 16 bytes and k is a multiple of 8; with ALIGNED_ROWS the same holds for s, out and n. out does not overlap
+//            itself. ROWS_PER_BLOCK is 1 unless TEAMS_PER_ROW is.
+
+constexpr int LANES = 32; // spec (order of the sum): values of l
+constexpr int EIGHT = 8;  // spec: values of e
+constexpr int ROW_THREADS = LANES * TEAMS_PER_ROW;
+constexpr int THREADS = ROW_THREADS * ROWS_PER_BLOCK;
+constexpr int PARTIALS = TEAMS_PER_ROW * CLUSTER; // teams of a row
+// What a lane holds at a time: VECTORS neighbouring values of w and, once these are all that the row has, BATCH neighbouring values of j.
+constexpr int VECTORS = ELEMENTS_PER_LANE / EIGHT < LANES / PARTIALS ? ELEMENTS_PER_LANE / EIGHT : LANES / PARTIALS;
+constexpr int BATCH = ELEMENTS_PER_LANE / EIGHT / VECTORS;
+constexpr u32 PASS = LANES * EIGHT * VECTORS * PARTIALS; // elements of one value of j
+static_assert((BATCH == 1 && ONE_PASS) || PASS == 8192, "A second value of j comes after all 32 values of w.");
+static_assert(ROWS_PER_BLOCK == 1 || PARTIALS == 1, "Teams that share a row use the shared memory and the barrier of the whole block.");
+static_assert((VECTORS & (VECTORS - 1)) == 0 && (PARTIALS & (PARTIALS - 1)) == 0, "Pairs over w are pairs of equal ranges.");
+static_assert(ELEMENTS_PER_LANE == EIGHT * VECTORS * BATCH, "Each lane holds the same number of whole vectors.");
+
+// Of elements of x and w in their rows: 32 bits are enough for what one pass takes.
+template <bool SMALL> struct IndexOf {
+    using Type = u32;
+};
+template <> struct IndexOf<false> {
+    using Type = u64;
+};
+using Index = IndexOf<ONE_PASS>::Type;
+
+// What is computed.
+enum Form { GATE, GATE_MUL, GATE_MUL_ADD, SIGMOID_MUL, SIGMOID_MUL_EACH };
+constexpr bool HAS_DOT = FORM <= GATE_MUL_ADD;
+constexpr bool HAS_ROWS = FORM != GATE;
+
+// Bits of Parameters::flags.
+constexpr u32 LINEAR = 2;    // no sigmoid
+constexpr u32 FRAMEWORK = 4; // Rounding::Framework
+constexpr u32 HAS_BIAS = 8;
+constexpr u32 BIAS_F32 = 16; // bias is f32, else X
+constexpr u32 HAS_ADDEND = 32;
+constexpr u32 ADDEND_F32 = 64; // addend is f32, else X
+constexpr u32 SCALED = 128;    // scale is not 1
+constexpr u32 HAS_IDX = 256;
+constexpr u32 IDX_I64 = 512; // idx is i64, else i32
+constexpr u32 OPTIONS = LINEAR | FRAMEWORK | HAS_BIAS | HAS_ADDEND | SCALED;
+
+// What every call needs comes first: each 64 bytes that are touched are a miss of the constant cache (spec: parameters start at 0x210, so the first
+// 48 bytes are one line).
+struct Parameters {
+    const char* x;
+    const char* w; // of the sigmoid forms: g
+    u64 x_stride;
+    u64 k;
+    u32 flags;
+    float scale;
+    u64 num_tokens;
+
+    char* out;
+    u64 out_stride;
+    const char* bias;
+    const char* addend;
+    u64 addend_stride;
+    union {
+        const char* s; // of the forms with rows
+        char* idx;     // of GATE
+    };
+    union {
+        u64 s_stride;
+        u64 idx_stride;
+    };
+    union {
+        u64 n;
+        u64 shared_expert;
+    };
+
+    u64 columns_per_block; // a multiple of 8
+    u64 w_stride;          // of the sigmoid forms
+};
+
+// Eight neighbours of a row.
+template <class T> struct Eight {
+    Vec16 vec[sizeof(T) / 2];
+};
+
+template <class T> DEVICE float element(const Eight<T>& eight, int e) {
+    if constexpr (sizeof(T) == 4) {
+        return float_of(eight.vec[e / 4].word[e % 4]);
+    } else {
+        const u32 word = eight.vec[0].word[e / 2];
+        return widen<T>(T{(u16)(e % 2 == 0 ? word : word >> 16)});
+    }
+}
+
+template <class T> DEVICE void set_element(Eight<T>& eight, int e, T value) {
+    if constexpr (sizeof(T) == 4) {
+        eight.vec[e / 4].word[e % 4] = bits_of(value);
+    } else {
+        u32& word = eight.vec[0].word[e / 2];
+        word = e % 2 == 0 ? (word & 0xFFFF0000u) | value.bits : (word & 0xFFFFu) | (u32)value.bits << 16;
+    }
+}
+
+enum class Reuse { CONSTANT, KEPT, ONCE };
+
+// Elements i .. i + 8 of a row of k, of which `at` is element i; what the row lacks stays as it is in `eight`.
+template <class T, bool ALIGNED, Reuse REUSE, class I> DEVICE void load_eight(Eight<T>& eight, const char* at, I i, I k) {
+    if constexpr (ALIGNED) {
+#pragma unroll
+        for (int v = 0; v < (int)(sizeof(T) / 2); v++) {
+            if constexpr (REUSE == Reuse::CONSTANT) {
+                load_constant(eight.vec[v], at + 16 * v, i < k);
+            } else if constexpr (REUSE == Reuse::KEPT) {
+                load(eight.vec[v], at + 16 * v, i < k);
+            } else {
+                load_once(eight.vec[v], at + 16 * v, i < k);
+            }
+        }
+    } else {
+#pragma unroll
+        for (int e = 0; e < EIGHT; e++) {
+            if (i + e < k) set_element<T>(eight, e, ((const T*)at)[e]);
+        }
+    }
+}
+
+// What a lane holds of BATCH passes over a row of k, from its element i on, which lies at `at`.
+template <class T, Reuse REUSE> DEVICE void load_batch(Eight<T> (&to)[BATCH][VECTORS], const char* at, Index i, Index k) {
+#pragma unroll
+    for (int b = 0; b < BATCH; b++) {
+#pragma unroll
+        for (int v = 0; v < VECTORS; v++) {
+            const u32 distance = b * PASS + v * (LANES * EIGHT);
+            load_eight<T, ALIGNED_DOT, REUSE>(to[b][v], at + distance * sizeof(T), i + distance, k);
+        }
+    }
+}
+
+template <class T, bool ALIGNED> DEVICE void store_eight(char* row, u64 i, u64 n, const float (&value)[EIGHT]) {
+    if constexpr (ALIGNED) {
+        if (i < n) {
+#pragma unroll
+            for (int v = 0; v < (int)(sizeof(T) / 2); v++) {
+                Vec16 vec;
+#pragma unroll
+                for (int word = 0; word < 4; word++) {
+                    if constexpr (sizeof(T) == 4) {
+                        vec.word[word] = bits_of(value[4 * v + word]);
+                    } else {
+                        vec.word[word] = narrow_pair<T>(value[2 * word], value[2 * word + 1]);
+                    }
+                }
+                store(row + i * sizeof(T) + 16 * v, vec);
+            }
+        }
+    } else {
+#pragma unroll
+        for (int e = 0; e < EIGHT; e++) {
+            if (i + e < n) ((T*)row)[i + e] = narrow<T>(value[e]);
+        }
+    }
+}
+
+// One element of type X, or f32.
+DEVICE float load_x_or_f32(const char* at, bool is_f32) {
+    return is_f32 ? *(const float*)at : widen<X>(*(const X*)at);
+}
+
+// Pairs of neighbours, as often as the number of terms halves to 1.
+template <int NUM> DEVICE float sum_of_pairs(const float (&term)[NUM]) {
+    if constexpr (NUM == 1) {
+        return term[0];
+    } else {
+        float half[NUM / 2];
+#pragma unroll
+        for (int i = 0; i < NUM / 2; i++) half[i] = term[2 * i] + term[2 * i + 1];
+        return sum_of_pairs<NUM / 2>(half);
+    }
+}
+
+// The pairs over the bits of l that are BIT, 2 * BIT, .. 16 lanes apart; every lane gets the sum.
+template <int BIT> DEVICE float sum_of_lanes(float sum) {
+    sum += shuffle_xor<BIT>(sum);
+    if constexpr (BIT < 16) {
+        return sum_of_lanes<2 * BIT>(sum);
+    } else {
+        return sum;
+    }
+}
+
+// The whole dot from the sums of all teams: high bits of w, then l. Every lane of every team gets it.
+DEVICE float sum_of_teams(const float (&partial)[PARTIALS][LANES], u32 lane) {
+    float term[PARTIALS];
+#pragma unroll
+    for (int w = 0; w < PARTIALS; w++) term[w] = partial[w][lane];
+    return sum_of_lanes<1>(sum_of_pairs<PARTIALS>(term));
+}
+
+// From the dot to the gate with any option. An absent bias or addend is -0, which changes no sum.
+RARE float gate_with_options(float dot, float bias, float addend, u32 flags, float scale) {
+    const bool framework = flags & FRAMEWORK;
+    float v = dot + bias;
+    if (framework) v = round_to<X>(v);
+    v += addend;
+    if (framework) v = round_to<X>(v);
+    if (!(flags & LINEAR)) v = sigmoid(v);
+    if (framework) v = round_to<X>(v);
+    v *= scale;
+    return framework && HAS_ROWS ? round_to<X>(v) : v; // a gate that is the result is rounded once, to the type of the result, by its store
+}
+
+constexpr int NUM_KEPT = HAS_ROWS ? KEPT_VECTORS : 1;
+
+// Vectors of s and out that a thread loads before it knows the gate.
+struct Kept {
+    Eight<S> s[NUM_KEPT];
+    Eight<S> out[FORM == GATE_MUL_ADD ? NUM_KEPT : 1];
+};
+
+// out = g * s and its kin, for the eight columns from i on.
+DEVICE void finish_eight(const Parameters& p, char* out_row, u32 t, float g, u64 i, u64 end, const Eight<S>& s, const Eight<S>& before) {
+    float value[EIGHT];
+#pragma unroll
+    for (int e = 0; e < EIGHT; e++) {
+        value[e] = g * element<S>(s, e);
+        if constexpr (FORM == GATE_MUL_ADD) {
+            if (p.flags & FRAMEWORK) value[e] = round_to<S>(value[e]);
+            value[e] = element<S>(before, e) + value[e];
+        }
+    }
+    if constexpr (FORM == SIGMOID_MUL_EACH) {
+        Eight<W> gates = {};
+        load_eight<W, ALIGNED_DOT, Reuse::ONCE>(gates, p.w + t * p.w_stride + i * sizeof(W), i, end);
+#pragma unroll
+        for (int e = 0; e < EIGHT; e++) {
+            float gate = sigmoid(element<W>(gates, e));
+            if (p.flags & FRAMEWORK) gate = round_to<W>(gate);
+            value[e] = gate * element<S>(s, e);
+        }
+    }
+    store_eight<S, ALIGNED_ROWS>(out_row, i, end, value);
+}
+
+KERNEL(THREADS) gate(PARAMETERS(Parameters) p) {
+    const u32 thread = thread_idx();
+    const u32 lane = thread % LANES;
+    const u32 team = thread / LANES % (u32)TEAMS_PER_ROW;
+    const u32 row_thread = thread % ROW_THREADS;
+    const u32 rank = CLUSTER > 1 ? cluster_rank() : 0;
+    const u32 t = block_idx_x() / (u32)CLUSTER * (u32)ROWS_PER_BLOCK + thread / ROW_THREADS;
+    const u32 part = rank * (u32)TEAMS_PER_ROW + team;
+    const Index first = (Index)part * (LANES * EIGHT * VECTORS) + lane * EIGHT;
+    const Index k = (Index)p.k;
+    const u32 flags = p.flags;
+    if constexpr (CLUSTER > 1) cluster_arrive_relaxed();
+
+    Eight<W> w[BATCH][VECTORS] = {};
+    Eight<X> x[BATCH][VECTORS] = {};
+    const char* w_at = p.w + first * sizeof(W);
+    if constexpr (HAS_DOT && WEIGHTS_AT_ONCE) load_batch<W, Reuse::CONSTANT>(w, w_at, first, k);
+    // The address is made before the wait, and the weights are on their way: an instruction may move across the wait, but not across a branch.
+    const char* x_at = p.x + t * p.x_stride + first * sizeof(X);
+    settle(x_at);
+    if (t >= p.num_tokens) {
+        wait_for_dependencies();
+        launch_dependents();
+        return;
+    }
+    wait_for_dependencies();
+    launch_dependents();
+
+    float bias = -0.0f, addend = -0.0f;
+    if constexpr (HAS_DOT) {
+        load_batch<X, Reuse::ONCE>(x, x_at, first, k);
+        if constexpr (!WEIGHTS_AT_ONCE) load_batch<W, Reuse::KEPT>(w, w_at, first, k);
+        if (flags & (HAS_BIAS | HAS_ADDEND)) {
+            if (flags & HAS_BIAS) bias = load_x_or_f32(p.bias, flags & BIAS_F32);
+            if (flags & HAS_ADDEND) addend = load_x_or_f32(p.addend + t * p.addend_stride, flags & ADDEND_F32);
+        }
+    }
+    char* const out_row = p.out + t * p.out_stride;
+
+    // The first columns, while the dot is made.
+    const char* s_row = p.s + t * p.s_stride;
+    const u64 begin = HAS_ROWS ? (u64)(block_idx_y() * (u32)CLUSTER + rank) * p.columns_per_block : 0;
+    const u64 end = begin + p.columns_per_block < p.n ? begin + p.columns_per_block : p.n;
+    Kept kept = {};
+    auto column = [&](u64 v) { return begin + (v * ROW_THREADS + row_thread) * EIGHT; };
+    if constexpr (HAS_ROWS) {
+#pragma unroll
+        for (int v = 0; v < NUM_KEPT; v++) {
+            load_eight<S, ALIGNED_ROWS, Reuse::ONCE>(kept.s[v], s_row + column(v) * sizeof(S), column(v), end);
+            if constexpr (FORM == GATE_MUL_ADD) load_eight<S, ALIGNED_ROWS, Reuse::ONCE>(kept.out[v], out_row + column(v) * sizeof(S), column(v), end);
+        }
+    }
+
+    float g;
+    if constexpr (HAS_DOT) {
+        float a[VECTORS][EIGHT] = {};
+        auto multiply = [&] {
+#pragma unroll
+            for (int b = 0; b < BATCH; b++) {
+#pragma unroll
+                for (int v = 0; v < VECTORS; v++) {
+#pragma unroll
+                    for (int e = 0; e < EIGHT; e++) a[v][e] = fma_rn(element<X>(x[b][v], e), element<W>(w[b][v], e), a[v][e]);
+                }
+            }
+        };
+        multiply();
+        if constexpr (!ONE_PASS) {
+            for (u64 i = first + BATCH * PASS; i - first < k; i += BATCH * PASS) {
+#pragma unroll
+                for (int b = 0; b < BATCH; b++) {
+#pragma unroll
+                    for (int v = 0; v < VECTORS; v++) x[b][v] = {}, w[b][v] = {};
+                }
+                load_batch<X, Reuse::ONCE>(x, x_at + (i - first) * sizeof(X), i, k);
+                load_batch<W, Reuse::KEPT>(w, w_at + (i - first) * sizeof(W), i, k);
+                multiply();
+            }
+        }
+        float over_e[VECTORS];
+#pragma unroll
+        for (int v = 0; v < VECTORS; v++) over_e[v] = sum_of_pairs<EIGHT>(a[v]);
+        float sum = sum_of_pairs<VECTORS>(over_e);
+
+        if constexpr (PARTIALS == 1) {
+            sum = sum_of_lanes<1>(sum);
+        } else {
+            SHARED alignas(16) float partial[PARTIALS][LANES];
+            if constexpr (CLUSTER == 1) {
+                partial[part][lane] = sum;
+                block_barrier();
+            } else {
+                cluster_wait_acquire(); // all blocks have started
+                // Who needs the gate: every block has columns, but one number is written once.
+                for (u32 to = 0; to < (HAS_ROWS ? (u32)CLUSTER : 1); to++) store_to_cluster(&partial[part][lane], to, sum);
+                cluster_arrive_release();
+                if (!HAS_ROWS && rank != 0) return;
+                cluster_wait_acquire();
+            }
+            if (!HAS_ROWS && team != 0) return;
+            sum = sum_of_teams(partial, lane);
+        }
+        sum += 0.0f;
+        g = flags & OPTIONS ? gate_with_options(sum, bias, addend, flags, p.scale) : sigmoid(sum);
+    } else if constexpr (FORM == SIGMOID_MUL) {
+        g = sigmoid(widen<W>(*(const W*)(p.w + t * p.w_stride)));
+        if (flags & FRAMEWORK) g = round_to<W>(g);
+    } else {
+        g = 1.0f;
+    }
+
+    if constexpr (!HAS_ROWS) {
+        if (lane != 0) return;
+        *(S*)out_row = narrow<S>(g);
+        if (flags & HAS_IDX) {
+            char* idx = p.idx + t * p.idx_stride;
+            if (flags & IDX_I64) {
+                *(i64*)idx = (i64)p.shared_expert;
+            } else {
+                *(i32*)idx = (i32)p.shared_expert;
+            }
+        }
+    } else {
+#pragma unroll
+        for (int v = 0; v < NUM_KEPT; v++) finish_eight(p, out_row, t, g, column(v), end, kept.s[v], kept.out[FORM == GATE_MUL_ADD ? v : 0]);
+        for (u64 v = NUM_KEPT; column(v) < end; v++) {
+            Eight<S> s = {}, before = {};
+            load_eight<S, ALIGNED_ROWS, Reuse::ONCE>(s, s_row + column(v) * sizeof(S), column(v), end);
+            if constexpr (FORM == GATE_MUL_ADD) load_eight<S, ALIGNED_ROWS, Reuse::ONCE>(before, out_row + column(v) * sizeof(S), column(v), end);
+            finish_eight(p, out_row, t, g, column(v), end, s, before);
+        }
+    }
+}
