@@ -29,6 +29,8 @@ pub struct Agreement {
     pub share: f64,
     /// Of the share: `sqrt(share * (1 - share) / num_tokens)`.
     pub standard_error: f64,
+    /// The true share is at least this with a confidence of 95 % (Wilson's interval, one side).
+    pub at_least: f64,
     /// Elements of the blocks' outputs that differ, of all.
     pub num_different_elements: usize,
     pub num_elements: usize,
@@ -70,6 +72,7 @@ pub fn compare(stream: &Stream, blas: &Blas, folder: &Path) -> Result<Vec<Agreem
             num_equal,
             share,
             standard_error: (share * (1.0 - share) / num_tokens as f64).sqrt(),
+            at_least: wilson(share, num_tokens as f64),
             num_different_elements,
             num_elements: outputs[a].len(),
         }
@@ -164,6 +167,13 @@ impl Recorded {
     }
 }
 
+/// Lower end of Wilson's interval for a share of `n`, at 95 % on one side.
+fn wilson(share: f64, n: f64) -> f64 {
+    const Z: f64 = 1.6449; // derived: the normal distribution's 95 % point
+    let spread = Z * (share * (1.0 - share) / n + Z * Z / (4.0 * n * n)).sqrt();
+    (share + Z * Z / (2.0 * n) - spread) / (1.0 + Z * Z / n)
+}
+
 /// A seeded head: `[VOCABULARY, hidden]`, uniform in [-1, 1).
 fn head(hidden: usize) -> Vec<f32> {
     let mut random = SplitMix64::new(11);
@@ -196,6 +206,13 @@ mod tests {
         let head = [1.0, 0.0, 0.0, 1.0, 0.6, 0.8, 0.6, 0.8, -1.0, -1.0];
         assert_eq!(choice(&head, &[1.0, 1.0], &[2.0, 3.0]), 2);
         assert_eq!(choice(&head, &[-1.0, -1.0], &[-2.0, -3.0]), 4);
+    }
+
+    #[test]
+    fn a_share_of_all_is_no_certainty() {
+        assert!((wilson(1.0, 144.0) - 0.98156).abs() < 1e-5);
+        // Half of 100: Wilson's formula by hand, 0.5 - 1.6449 / 2 / sqrt(100 + 1.6449^2).
+        assert!((wilson(0.5, 100.0) - 0.41884).abs() < 1e-5);
     }
 
     #[test]

@@ -201,8 +201,9 @@ fn print(measured: &[Measured], agreement: &[Agreement], preset: &Preset, num_la
             format!("{} of {}", a.num_equal, a.num_tokens),
             report::percent(a.num_equal as f64, a.num_tokens as f64),
             format!("{:.2} %", 100.0 * a.standard_error),
+            format!("{:.1} %", 100.0 * a.at_least),
             format!("{} of {}", a.num_different_elements, a.num_elements),
         ]
     };
-    output.table(&["<between", "same token", "share", "standard error", "elements that differ"], agreement.iter().map(row))
+    output.table(&["<between", "same token", "share", "std error", "at least", "elements differ"], agreement.iter().map(row))
 }

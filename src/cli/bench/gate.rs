@@ -48,7 +48,7 @@ const BOUND: Duration = Duration::from_secs(600);
 /// What a line of a process is about.
 const KEYS: [&str; 6] = ["form", "dtype", "t", "k", "n", "way"];
 /// What it holds.
-const FIELDS: [&str; 3] = ["graph", "eager", "host"];
+const FIELDS: [&str; 4] = ["graph", "eager", "host", "host_same"];
 
 /// Seconds of one way at one size, per call.
 #[derive(serde::Serialize)]
@@ -66,6 +66,9 @@ struct Line<'a> {
     /// What the call costs the host.
     #[serde(skip_serializing_if = "Option::is_none")]
     host: Option<Statistics>,
+    /// The same with the same tensors every time.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    host_same: Option<Statistics>,
 }
 
 /// What the file holds.
@@ -173,8 +176,8 @@ fn measure(arguments: &Arguments, process: usize, output: &mut Output) -> Result
     let nothing = Size { form: Form::Gate, dtype: DType::BF16, t: 0, k: 0, n: 0 };
     let empty = ceiling::empty_launch(&stream)?;
     let EmptyLaunch { node, programmatic_node, between_events, host_cost, programmatic_host_cost, .. } = empty;
-    line(output, nothing, "empty", 1, [Some(node), Some(between_events), Some(host_cost)])?;
-    line(output, nothing, "empty programmatic", 1, [Some(programmatic_node), None, Some(programmatic_host_cost)])?;
+    line(output, nothing, "empty", 1, [Some(node), Some(between_events), Some(host_cost), None])?;
+    line(output, nothing, "empty programmatic", 1, [Some(programmatic_node), None, Some(programmatic_host_cost), None])?;
     for size in sizes(arguments.quick) {
         let inputs = Inputs::new(&stream, size)?;
         measure_size(&inputs, &blas, size, processes::is_reversed(process), output)?;
@@ -182,7 +185,7 @@ fn measure(arguments: &Arguments, process: usize, output: &mut Output) -> Result
             let copy = ceiling::copy(&stream, size.moved_bytes())?;
             let ways = [copy.eager, copy.node, copy.streaming_kernel, copy.plain_kernel];
             let best = ways.into_iter().min_by(|a, b| a.median.total_cmp(&b.median));
-            line(output, size, "copy", 1, [best, None, None])?;
+            line(output, size, "copy", 1, [best, None, None, None])?;
         }
     }
     Ok(())
@@ -205,7 +208,8 @@ fn measure_size(inputs: &Inputs, blas: &Blas, size: Size, is_reversed: bool, out
     for (way, times) in ways.iter().zip(&measured.arms) {
         let eager = eager(stream, &way.run, 1, NUM_SAMPLES)?;
         let host = host_cost(stream, &way.run, NUM_HOST_CALLS, NUM_SAMPLES)?;
-        figures.push([times.seconds, eager, host].map(Some));
+        let host_same = host_cost(stream, |_| (way.run)(0), NUM_HOST_CALLS, NUM_SAMPLES)?;
+        figures.push([times.seconds, eager, host, host_same].map(Some));
     }
     if are_right(inputs, &ways, &expectations, output)? {
         for (way, figures) in ways.iter().zip(figures) {
@@ -226,8 +230,14 @@ fn are_right(inputs: &Inputs, ways: &[Way<'_>], expectations: &[super::gate_arms
     Ok(is_right)
 }
 
-fn line(output: &mut Output, size: Size, way: &str, num_launches: usize, [graph, eager, host]: [Option<Statistics>; 3]) -> Result<()> {
-    let line = Line { size, way, num_launches, graph, eager, host };
+fn line(
+    output: &mut Output,
+    size: Size,
+    way: &str,
+    num_launches: usize,
+    [graph, eager, host, host_same]: [Option<Statistics>; 4],
+) -> Result<()> {
+    let line = Line { size, way, num_launches, graph, eager, host, host_same };
     let json = serde_json::to_string(&line).map_err(|error| invalid("line", error.to_string()))?;
     output.line(json)
 }
@@ -237,54 +247,93 @@ fn figure(line: &Map<String, Value>, field: &str) -> Option<Statistics> {
     serde_json::from_value(line.get(field)?.clone()).ok()
 }
 
-/// Ways that have a column of their own in the table of device times.
-const COLUMNS: [&str; 6] = ["ours", "programmatic", "empty, programmatic", "cublaslt chain", "plain chain", "copy"];
+/// Ways that have a column of their own in the tables of device times; the last only where something is copied.
+const COLUMNS: [(&str, &str); 6] = [
+    ("ours", "ours"),
+    ("programmatic", "ours early"),
+    ("empty, programmatic", "behind"),
+    ("cublaslt chain", "cuBLASLt"),
+    ("plain chain", "plain"),
+    ("copy", "copy"),
+];
+
+fn text(line: &Map<String, Value>, key: &str) -> String {
+    match line.get(key) {
+        Some(Value::String(text)) => text.clone(),
+        Some(value) => value.to_string(),
+        None => String::new(),
+    }
+}
+
+/// Form, type, T, K and N.
+fn label(line: &Map<String, Value>) -> [String; 5] {
+    [KEYS[0], KEYS[1], KEYS[2], KEYS[3], KEYS[4]].map(|key| text(line, key))
+}
+
+/// Microseconds: the median, and under it the least and the greatest.
+fn spread(figure: Statistics) -> String {
+    let Statistics { median, min, max, .. } = figure.scaled(1e6);
+    let digits = if median < 10.0 { 3 } else { 1 };
+    format!("{median:.digits$}\n{min:.digits$}-{max:.digits$}")
+}
 
 fn print(results: &[Map<String, Value>], output: &mut Output) -> Result<()> {
-    let text = |line: &Map<String, Value>, key: &str| match &line[key] {
-        Value::String(text) => text.clone(),
-        value => value.to_string(),
-    };
-    let label = |line: &Map<String, Value>| KEYS[..5].iter().map(|key| text(line, key)).collect::<Vec<_>>();
-    let mut labels: Vec<Vec<String>> = Vec::new();
-    for line in results {
-        if !labels.contains(&label(line)) {
-            labels.push(label(line));
-        }
-    }
-    let find = |size: &[String], way: &str, field: &str| {
-        let line = results.iter().find(|line| label(line) == size && text(line, "way") == way)?;
+    let find = |size: &[String; 5], way: &str, field: &str| {
+        let line = results.iter().find(|line| label(line) == *size && text(line, "way") == way)?;
         figure(line, field)
     };
-    // The median, and under it the least and the greatest.
-    let spread = |figure: Statistics| {
-        let Statistics { median, min, max, .. } = figure.scaled(1e6);
-        let digits = if median < 10.0 { 3 } else { 1 };
-        format!("{median:.digits$}\n{min:.digits$}-{max:.digits$}")
-    };
-    let cell = |size: &[String], way: &str, field: &str| find(size, way, field).map_or("-".to_owned(), spread);
-    let Some((nothing, sizes)) = labels.split_first() else { return Ok(()) };
+    let mut sizes: Vec<[String; 5]> = Vec::new();
+    for label in results.iter().map(label) {
+        if !sizes.contains(&label) {
+            sizes.push(label);
+        }
+    }
+    let Some((nothing, sizes)) = sizes.split_first() else { return Ok(()) };
     output.heading("An empty kernel: microseconds, median over least and greatest of the processes")?;
-    let rows =
-        ["empty", "empty programmatic"].map(|way| [vec![way.to_owned()], FIELDS.map(|field| cell(nothing, way, field)).to_vec()].concat());
+    let rows = ["empty", "empty programmatic"].map(|way| {
+        let cells = FIELDS[..3].iter().map(|field| find(nothing, way, field).map_or("-".into(), spread));
+        [way.to_owned()].into_iter().chain(cells).collect()
+    });
     output.table(&["<launch", "graph node", "between events", "host"], rows)?;
-    for (form, title) in
-        [("dot", "x . w"), ("gate", "sigmoid(x . w)"), ("gate_mul", "sigmoid(x . w) * s"), ("gate_mul_add", "out + sigmoid(x . w) * s")]
-    {
+    for (form, title) in [
+        ("dot", "x . w"),
+        ("gate", "sigmoid(x . w)"),
+        ("gate_mul", "sigmoid(x . w) * s, K = N = 2048"),
+        ("gate_mul_add", "out + sigmoid(x . w) * s, K = N = 2048"),
+    ] {
         let of_form: Vec<_> = sizes.iter().filter(|size| size[0] == form).collect();
         if of_form.is_empty() {
             continue;
         }
-        output.heading(format_args!("{title}: microseconds per graph node"))?;
-        let row = |size: &&Vec<String>| [size[1..4].to_vec(), COLUMNS.map(|way| cell(size, way, "graph")).to_vec()].concat();
-        output.table(&["<type", "T", "K", "ours", "programmatic", "behind empty", "cuBLASLt", "plain", "copy"], of_form.iter().map(row))?;
-        output.heading(format_args!("{title}: microseconds of one call between two events, and for the host"))?;
-        let ways = ["ours", "cublaslt chain", "plain chain"];
-        let row = |size: &&Vec<String>| {
-            let of = |field: &'static str| ways.map(|way| find(size, way, field).map_or("-".into(), |f| format!("{:.2}", f.median * 1e6)));
-            [size[1..4].to_vec(), of("eager").to_vec(), of("host").to_vec()].concat()
-        };
-        output.table(&["<type", "T", "K", "ours", "cuBLASLt", "plain", "host: ours", "cuBLASLt", "plain"], of_form.iter().map(row))?;
+        let has_copy = form.starts_with("gate_mul");
+        let columns = &COLUMNS[..COLUMNS.len() - usize::from(!has_copy)];
+        output.heading(format_args!(
+            "{title}: microseconds per graph node (early: programmatic launch; behind: that after an empty kernel that triggers nothing, both)"
+        ))?;
+        let header: Vec<&str> = ["<type", "T", "K"].into_iter().chain(columns.iter().map(|(_, name)| *name)).collect();
+        let rows = of_form.iter().map(|size| {
+            let cells = columns.iter().map(|(way, _)| find(size, way, "graph").map_or("-".into(), spread));
+            size[1..4].iter().cloned().chain(cells).collect()
+        });
+        output.table(&header, rows)?;
+        output.heading(format_args!(
+            "{title}: microseconds of one call between two events, and for the host (also with the same tensors every time)"
+        ))?;
+        let header = ["<type", "T", "K", "ours", "cuBLASLt", "plain", "host: ours", "same", "cuBLASLt", "plain"];
+        let rows = of_form.iter().map(|size| {
+            let cells = [
+                ("ours", "eager"),
+                ("cublaslt chain", "eager"),
+                ("plain chain", "eager"),
+                ("ours", "host"),
+                ("ours", "host_same"),
+                ("cublaslt chain", "host"),
+                ("plain chain", "host"),
+            ];
+            let cells = cells.map(|(way, field)| find(size, way, field).map_or("-".into(), |f| format!("{:.2}", f.median * 1e6)));
+            size[1..4].iter().cloned().chain(cells).collect()
+        });
+        output.table(&header, rows)?;
     }
     Ok(())
 }
@@ -296,7 +345,8 @@ mod tests {
     fn line(t: usize, way: &str, seconds: f64) -> Map<String, Value> {
         let statistics = super::super::statistics(&[seconds]).unwrap();
         let size = Size { form: Form::Gate, dtype: DType::BF16, t, k: 2048, n: 0 };
-        let line = Line { size, way, num_launches: 1, graph: Some(statistics), eager: Some(statistics), host: Some(statistics) };
+        let [graph, eager, host, host_same] = [Some(statistics); 4];
+        let line = Line { size, way, num_launches: 1, graph, eager, host, host_same };
         match serde_json::to_value(&line).unwrap() {
             Value::Object(map) => map,
             other => panic!("{other}"),
