@@ -11,6 +11,7 @@
 //! | [`Program`], [`Spec`] | a kernel as text and constants |
 //! | [`Kernels`], [`jit`] | compiled, cached in memory and on disk, loaded |
 //! | [`Kernel`], [`Geometry`] | a launch |
+//! | [`Blas`], [`Product`] | matrix products of cuBLASLt |
 //! | `cudarc` | with the feature of that name: slices and streams of the crate cudarc |
 //! | [`inspect`] | registers, spills and sizes of every kernel on every architecture, without a GPU |
 //!
@@ -33,6 +34,7 @@
 //! | `MOE_NVRTC` | the run-time compiler, a file or its folder; else it is searched for ([`Nvrtc::get`]) |
 //! | `MOE_CACHE_DIR` | the folder of compiled kernels; else `moe-kernels` in `XDG_CACHE_HOME` or in `~/.cache` |
 
+mod blas;
 mod buffer;
 #[cfg(feature = "cudarc")]
 pub mod cudarc;
@@ -45,9 +47,12 @@ mod known;
 mod launch;
 mod library;
 mod nvrtc;
+mod places;
+pub mod plain;
 mod program;
 mod stream;
 
+pub use blas::{Blas, CublasLt, Product};
 pub use buffer::{Buffer, Pinned};
 pub use device::{Device, Properties};
 pub use driver::Driver;
