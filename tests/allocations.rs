@@ -50,7 +50,8 @@ unsafe impl GlobalAlloc for Counting {
     }
 }
 
-fn count(work: impl FnOnce()) -> u64 {
+/// Allocations of this thread during `work`.
+pub fn count(work: impl FnOnce()) -> u64 {
     let before = NUM_ALLOCATIONS.get();
     work();
     NUM_ALLOCATIONS.get() - before
@@ -80,6 +81,27 @@ fn gate_and_cast() -> Result<(), Failed> {
         let x = TensorView::from_slice(&x, &[33, 300])?;
         let w = TensorView::from_slice(&[0.5f32; 300], &[300])?;
         gate::gate(&backend, x, w, &gate::GateOptions::default(), TensorViewMut::from_slice(&mut out, &[33])?)
+    })?;
+    let (mut dlogit, mut dx, mut dw, mut dbias) = (vec![0f32; 33], vec![0f32; 33 * 300], vec![0f32; 300], vec![0f32]);
+    none_when_warm("gate_backward", || {
+        let x = TensorView::from_slice(&x, &[33, 300])?;
+        let (w, dg) = (TensorView::from_slice(&[0.5f32; 300], &[300])?, TensorView::from_slice(&[0.25f32; 33], &[33])?);
+        let outputs = gate::GateGradients {
+            dlogit: TensorViewMut::from_slice(&mut dlogit, &[33])?,
+            dx: Some(TensorViewMut::from_slice(&mut dx, &[33, 300])?),
+            dw: Some(TensorViewMut::from_slice(&mut dw, &[300])?),
+            dbias: Some(TensorViewMut::from_slice(&mut dbias, &[1])?),
+        };
+        gate::gate_backward(&backend, x, w, dg, &gate::GateOptions::default(), outputs)
+    })?;
+    none_when_warm("gate_mul_backward", || {
+        let x = TensorView::from_slice(&x, &[33, 300])?;
+        let w = TensorView::from_slice(&[0.5f32; 300], &[300])?;
+        let outputs = gate::GateMulGradients {
+            dg: TensorViewMut::from_slice(&mut dlogit, &[33])?,
+            ds: Some(TensorViewMut::from_slice(&mut dx, &[33, 300])?),
+        };
+        gate::gate_mul_backward(&backend, x, w, x, x, &gate::GateOptions::default(), outputs)
     })?;
     none_when_warm("cast", || {
         let mut operands = [cast::Operands::new(TensorView::from_slice(&x, &[33, 300])?)

@@ -2,8 +2,11 @@
 
 use half::{bf16, f16};
 use libtest_mimic::{Failed, Trial};
-use moe_kernels::ops::gate::{Activation, GateOptions, Rounding, gate, gate_append_topk, gate_mul, gate_mul_add, sigmoid_mul};
-use moe_kernels::oracle::gate as oracle;
+use moe_kernels::ops::gate::{
+    Activation, GateGradients, GateMulGradients, GateOptions, Rounding, gate, gate_append_topk, gate_backward, gate_mul, gate_mul_add,
+    gate_mul_backward, sigmoid_mul,
+};
+use moe_kernels::oracle::{gate as oracle, gate_backward as backward};
 use moe_kernels::random::SplitMix64;
 use moe_kernels::tensor::{Element, Layout};
 use moe_kernels::{Backend, Cpu, DType, DeviceAddress, Error, Expert, TensorView, TensorViewMut};
@@ -17,6 +20,8 @@ pub fn trials() -> Vec<Trial> {
         trial("bad input", bad_input),
         trial("bad input writes nothing", bad_input_writes_nothing),
         trial("20 runs give the same bytes", twenty_runs),
+        trial("20 runs of the backward give the same bytes", twenty_runs_backward),
+        trial("property: the backward equals the oracle", property_backward),
         trial("framework rounding equals the chain of single operations", framework_chain),
         trial("property: equals the oracle", property_oracle),
         trial("property: forms agree", property_forms),
@@ -39,6 +44,14 @@ struct Arguments {
     out: TensorViewMut<'static>,
     topk_idx: TensorViewMut<'static>,
     topk_weights: TensorViewMut<'static>,
+    dg: TensorView<'static>,
+    dout: TensorView<'static>,
+    dlogit: TensorViewMut<'static>,
+    dx: TensorViewMut<'static>,
+    dw: TensorViewMut<'static>,
+    dbias: TensorViewMut<'static>,
+    out_dg: TensorViewMut<'static>,
+    ds: TensorViewMut<'static>,
 }
 
 /// More bytes than any view here needs.
@@ -91,11 +104,21 @@ impl Arguments {
             out: view_mut(BF16, &[T, N]),
             topk_idx: view_mut(DType::I32, &[T, N]),
             topk_weights: view_mut(DType::F32, &[T, N]),
+            dg: view(BF16, &[T]),
+            dout: view(BF16, &[T, N]),
+            dlogit: view_mut(DType::F32, &[T]),
+            dx: view_mut(BF16, &[T, K]),
+            dw: view_mut(BF16, &[K]),
+            dbias: view_mut(BF16, &[1]),
+            out_dg: view_mut(DType::F32, &[T]),
+            ds: view_mut(BF16, &[T, N]),
         }
     }
 
     fn run(self, form: Form) -> Result<(), Error> {
-        let Arguments { x, w, s, g, options, shared_expert, out_vector, out, topk_idx, topk_weights } = self;
+        let Arguments { x, w, s, g, options, shared_expert, out_vector, out, topk_idx, topk_weights, dg, dout, .. } = self;
+        let Arguments { dlogit, dx, dw, dbias, out_dg, ds, .. } = self;
+        let gradients = GateGradients { dlogit, dx: Some(dx), dw: Some(dw), dbias: Some(dbias) };
         let backend = Backend::cpu();
         match form {
             Form::Gate => gate(&backend, x, w, &options, out_vector),
@@ -103,6 +126,8 @@ impl Arguments {
             Form::MulAdd => gate_mul_add(&backend, x, w, s, &options, out),
             Form::Append => gate_append_topk(&backend, x, w, shared_expert, &options, topk_idx, topk_weights),
             Form::SigmoidMul => sigmoid_mul(&backend, s, g, options.rounding, out),
+            Form::Backward => gate_backward(&backend, x, w, dg, &options, gradients),
+            Form::MulBackward => gate_mul_backward(&backend, x, w, s, dout, &options, GateMulGradients { dg: out_dg, ds: Some(ds) }),
         }
     }
 }
@@ -114,13 +139,16 @@ enum Form {
     MulAdd,
     Append,
     SigmoidMul,
+    Backward,
+    MulBackward,
 }
 
+const ALL: [Form; 7] = [Form::Gate, Form::Mul, Form::MulAdd, Form::Append, Form::SigmoidMul, Form::Backward, Form::MulBackward];
 const BF16: DType = DType::BF16;
 /// The forms that make a gate.
-const GATES: &[Form] = &[Form::Gate, Form::Mul, Form::MulAdd, Form::Append];
+const GATES: &[Form] = &[Form::Gate, Form::Mul, Form::MulAdd, Form::Append, Form::Backward, Form::MulBackward];
 /// The forms that multiply.
-const PRODUCTS: &[Form] = &[Form::Mul, Form::MulAdd];
+const PRODUCTS: &[Form] = &[Form::Mul, Form::MulAdd, Form::MulBackward];
 const WITH_OUT: &[Form] = &[Form::Mul, Form::MulAdd, Form::SigmoidMul];
 
 type Change = fn(&mut Arguments);
@@ -154,6 +182,40 @@ fn table() -> Vec<(&'static [Form], &'static str, Change, &'static str)> {
         (PRODUCTS, "s", |a| a.s = view(BF16, &[T * N]), "of shape [12]"),
         (PRODUCTS, "s", |a| a.s = view(BF16, &[T + 1, N]), "of 4 rows"),
         (WITH_OUT, "s", |a| a.s = device(BF16, &[T, N]), "of device 0"),
+        (&[Form::MulBackward], "s", |a| a.s = device(BF16, &[T, N]), "of device 0"),
+        (&[Form::MulBackward], "dout", |a| a.dout = view(DType::F32, &[T, N]), "of type f32"),
+        (&[Form::MulBackward], "dout", |a| a.s = view(DType::F32, &[T, N]), "of type bf16"),
+        (&[Form::MulBackward], "dout", |a| a.dout = view(BF16, &[T, N + 1]), "of shape [3, 5]"),
+        (&[Form::MulBackward], "dout", |a| a.dout = view(BF16, &[T * N]), "of shape [12]"),
+        (&[Form::MulBackward], "dout", |a| a.dout = device(BF16, &[T, N]), "of device 0"),
+        (&[Form::MulBackward], "dg", |a| a.out_dg = view_mut(BF16, &[T]), "of type bf16"),
+        (&[Form::MulBackward], "dg", |a| a.out_dg = view_mut(DType::F32, &[T + 1]), "of shape [4]"),
+        (&[Form::MulBackward], "dg", |a| a.out_dg = device_mut(DType::F32, &[T]), "of device 0"),
+        (&[Form::MulBackward], "ds", |a| a.ds = view_mut(DType::F32, &[T, N]), "of type f32"),
+        (&[Form::MulBackward], "ds", |a| a.ds = view_mut(BF16, &[T, N - 1]), "of shape [3, 3]"),
+        (&[Form::MulBackward], "ds", |a| a.ds = strided_mut(BF16, &[T, N], &[N - 1, 1]), "rows 3 elements apart"),
+        (&[Form::MulBackward], "ds", |a| a.ds = device_mut(BF16, &[T, N]), "of device 0"),
+        (&[Form::Backward], "dg", |a| a.dg = view(DType::F16, &[T]), "of type f16"),
+        (&[Form::Backward], "dg", |a| a.dg = view(BF16, &[T - 1]), "of shape [2]"),
+        (&[Form::Backward], "dg", |a| a.dg = view(BF16, &[1, T]), "of shape [1, 3]"),
+        (&[Form::Backward], "dg", |a| a.dg = device(BF16, &[T]), "of device 0"),
+        (&[Form::Backward], "dlogit", |a| a.dlogit = view_mut(BF16, &[T]), "of type bf16"),
+        (&[Form::Backward], "dlogit", |a| a.dlogit = view_mut(DType::F32, &[T, 2]), "of shape [3, 2]"),
+        (&[Form::Backward], "dlogit", |a| a.dlogit = strided_mut(DType::F32, &[T, 1], &[0, 1]), "rows 0 elements apart"),
+        (&[Form::Backward], "dlogit", |a| a.dlogit = device_mut(DType::F32, &[T]), "of device 0"),
+        (&[Form::Backward], "dx", |a| a.dx = view_mut(DType::F32, &[T, K]), "of type f32"),
+        (&[Form::Backward], "dx", |a| a.dx = view_mut(BF16, &[T, K + 1]), "of shape [3, 11]"),
+        (&[Form::Backward], "dx", |a| a.dx = view_mut(BF16, &[T - 1, K]), "of shape [2, 10]"),
+        (&[Form::Backward], "dx", |a| a.dx = strided_mut(BF16, &[T, K], &[K - 1, 1]), "rows 9 elements apart"),
+        (&[Form::Backward], "dx", |a| a.dx = device_mut(BF16, &[T, K]), "of device 0"),
+        (&[Form::Backward], "dw", |a| a.dw = view_mut(DType::F16, &[K]), "of type f16"),
+        (&[Form::Backward], "dw", |a| (a.w, a.dw) = (view(DType::F32, &[K]), view_mut(BF16, &[K])), "of type bf16"),
+        (&[Form::Backward], "dw", |a| a.dw = view_mut(BF16, &[K - 1]), "of shape [9]"),
+        (&[Form::Backward], "dw", |a| a.dw = view_mut(BF16, &[K, 1]), "of shape [10, 1]"),
+        (&[Form::Backward], "dw", |a| a.dw = device_mut(BF16, &[K]), "of device 0"),
+        (&[Form::Backward], "dbias", |a| a.dbias = view_mut(DType::F16, &[1]), "of type f16"),
+        (&[Form::Backward], "dbias", |a| a.dbias = view_mut(BF16, &[T]), "of shape [3]"),
+        (&[Form::Backward], "dbias", |a| a.dbias = device_mut(BF16, &[1]), "of device 0"),
         (WITH_OUT, "out", |a| a.out = view_mut(DType::F32, &[T, N]), "of type f32"),
         (WITH_OUT, "out", |a| a.out = view_mut(BF16, &[T, N + 1]), "of shape [3, 5]"),
         (WITH_OUT, "out", |a| a.out = view_mut(BF16, &[T + 1, N]), "of shape [4, 4]"),
@@ -193,11 +255,13 @@ fn name(form: Form) -> &'static str {
         Form::MulAdd => "gate_mul_add",
         Form::Append => "gate_append_topk",
         Form::SigmoidMul => "sigmoid_mul",
+        Form::Backward => "gate_backward",
+        Form::MulBackward => "gate_mul_backward",
     }
 }
 
 fn bad_input() -> Result<(), Failed> {
-    for form in [Form::Gate, Form::Mul, Form::MulAdd, Form::Append, Form::SigmoidMul] {
+    for form in ALL {
         Arguments::good().run(form).map_err(|e| format!("{form:?} refuses good arguments: {e}"))?;
     }
     for (i, (forms, argument, change, part)) in table().into_iter().enumerate() {
@@ -224,6 +288,12 @@ fn bad_input() -> Result<(), Failed> {
     fine.x = TensorView::from_bytes(&[], BF16, &[T, 0])?;
     fine.w = TensorView::from_bytes(&[], BF16, &[0])?;
     fine.run(Form::Gate)?;
+    // A gradient of w in f32 whatever its type, and none of what nobody asks for.
+    let mut fine = Arguments::good();
+    (fine.dw, fine.dbias) = (view_mut(DType::F32, &[1, K]), view_mut(DType::F32, &[1]));
+    fine.run(Form::Backward)?;
+    let Arguments { x, w, dg, options, dlogit, .. } = Arguments::good();
+    gate_backward(&Backend::cpu(), x, w, dg, &options, GateGradients { dlogit, dx: None, dw: None, dbias: None })?;
     // Without rows a width that no memory holds is no overflow.
     for form in [Form::Mul, Form::SigmoidMul] {
         let mut fine = Arguments::good();
@@ -248,6 +318,19 @@ fn bad_input_writes_nothing() -> Result<(), Failed> {
     let options = GateOptions::default();
     gate_append_topk(&Backend::cpu(), view(BF16, &[T, K]), view(BF16, &[K]), Expert(60), &options, idx_view, on_device).unwrap_err();
     assert_eq!((idx, weights), ([[7; N]; T], [[8.0; N]; T]));
+    // The last output is bad.
+    let (mut dlogit, mut dw, mut dg) = ([7f32; T], [8f32; K], [9f32; T]);
+    let Arguments { x, w, s, dg: dg_view, dout, dx, .. } = Arguments::good();
+    let outputs = GateGradients {
+        dlogit: TensorViewMut::from_slice(&mut dlogit, &[T])?,
+        dx: Some(dx),
+        dw: Some(TensorViewMut::from_slice(&mut dw, &[K])?),
+        dbias: Some(device_mut(BF16, &[1])),
+    };
+    gate_backward(&Backend::cpu(), x, w, dg_view, &options, outputs).unwrap_err();
+    let outputs = GateMulGradients { dg: TensorViewMut::from_slice(&mut dg, &[T])?, ds: Some(device_mut(BF16, &[T, N])) };
+    gate_mul_backward(&Backend::cpu(), x, w, s, dout, &options, outputs).unwrap_err();
+    assert_eq!((dlogit, dw, dg), ([7.0; T], [8.0; K], [9.0; T]));
     Ok(())
 }
 
@@ -279,6 +362,75 @@ fn twenty_runs() -> Result<(), Failed> {
         }
     }
     Ok(())
+}
+
+/// Enough tokens and columns for several parts of each phase.
+fn twenty_runs_backward() -> Result<(), Failed> {
+    let (t, k) = (1030, 1025);
+    let (x, w) = (random(t * k, 1, bf16::from_f32), random(k, 2, bf16::from_f32));
+    let dg = random(t, 3, |v| v);
+    let mut first = None;
+    for run in 0..20 {
+        let backend = Backend::Cpu(Cpu::with_threads([3, 0, 1, 2][run % 4])?);
+        let mut all = (vec![0f32; t], vec![bf16::ZERO; t * k], vec![0f32; k], vec![0f32]);
+        let outputs = GateGradients {
+            dlogit: TensorViewMut::from_slice(&mut all.0, &[t])?,
+            dx: Some(TensorViewMut::from_slice(&mut all.1, &[t, k])?),
+            dw: Some(TensorViewMut::from_slice(&mut all.2, &[k])?),
+            dbias: Some(TensorViewMut::from_slice(&mut all.3, &[1])?),
+        };
+        let (w, dg) = (TensorView::from_slice(&w, &[k])?, TensorView::from_slice(&dg, &[t])?);
+        gate_backward(&backend, TensorView::from_slice(&x, &[t, k])?, w, dg, &GateOptions::default(), outputs)?;
+        // No value is a NaN or a zero, so equal means equal bits.
+        if *first.get_or_insert_with(|| all.clone()) != all {
+            return Err(format!("run {run} differs").into());
+        }
+    }
+    Ok(())
+}
+
+/// A sum of tokens' gradients does not depend on where in memory the tokens are: rows of a larger matrix give what a copy of them gives.
+fn property_backward() -> Result<(), Failed> {
+    property((sizes(), any::<bool>(), -2.0f32..2.0), |((t, k, n, more, seed), framework, scale)| {
+        // More tokens than partial sums, now and then.
+        let t = if n.is_multiple_of(8) { t + 300 } else { t };
+        let k = k % 80;
+        let stride = k + more;
+        let (x, w) = (random(t * stride, seed, f16::from_f32), random(k, seed ^ 1, f16::from_f32));
+        let dg = random(t, seed ^ 2, f16::from_f32);
+        let rounding = if framework { Rounding::Framework } else { Rounding::Fused };
+        let options = GateOptions { rounding, scale, ..GateOptions::default() };
+        let (mut dlogit, mut dx, mut dw, mut dbias) = (vec![f32::MAX; t], vec![f16::MAX; t * k], vec![f16::MAX; k], [f32::MAX]);
+        let outputs = GateGradients {
+            dlogit: TensorViewMut::from_slice(&mut dlogit, &[t]).unwrap(),
+            dx: Some(TensorViewMut::from_slice(&mut dx, &[t, k]).unwrap()),
+            dw: Some(TensorViewMut::from_slice(&mut dw, &[k]).unwrap()),
+            dbias: Some(TensorViewMut::from_slice(&mut dbias, &[1]).unwrap()),
+        };
+        let layout = Layout::strided("test", DType::F16, &[t, k], &[stride, 1]).unwrap();
+        let x_view = TensorView::new(bytemuck::cast_slice(&x), layout).unwrap();
+        let (w_view, dg_view) = (TensorView::from_slice(&w, &[k]).unwrap(), TensorView::from_slice(&dg, &[t]).unwrap());
+        gate_backward(&Backend::cpu(), x_view, w_view, dg_view, &options, outputs).unwrap();
+        let widen = |v: &[f16]| v.iter().map(|v| v.to_f32()).collect::<Vec<_>>();
+        let (x, w): (Vec<f32>, _) = ((0..t).flat_map(|r| widen(&x[r * stride..][..k])).collect(), widen(&w));
+        let gates = oracle::Gates {
+            x: &x,
+            w: &w,
+            num_tokens: t,
+            x_dtype: DType::F16,
+            bias: None,
+            addend: None,
+            activation: Activation::Sigmoid,
+            scale,
+            rounding,
+        };
+        let want = backward::dlogit(&gates, &widen(&dg));
+        prop_assert_eq!(bytemuck::cast_slice::<_, u32>(&dlogit), bytemuck::cast_slice::<_, u32>(&want));
+        prop_assert_eq!(bytemuck::cast_slice::<_, u8>(&dx), &backward::dx(&want, &w, DType::F16)[..]);
+        prop_assert_eq!(bytemuck::cast_slice::<_, u8>(&dw), &backward::dw(&want, &x, k, DType::F16)[..]);
+        prop_assert_eq!(bytemuck::bytes_of(&dbias), &backward::dbias(&want, DType::F32)[..]);
+        Ok(())
+    })
 }
 
 /// `Framework` with a one-element dot product is the chain linear, sigmoid, product, sum with each result stored in bf16, for every bf16 logit.

@@ -1,10 +1,13 @@
 //! The one integration binary: a named trial per operation, backend and group of cases, and a module per operation.
 
+use std::process::ExitCode;
+
 use libtest_mimic::{Arguments, Failed, Trial};
 use moe_kernels::{Backend, check};
 
 mod allocations;
 mod bad_input;
+mod blas;
 mod cast;
 mod checkpoint;
 mod cli;
@@ -12,8 +15,11 @@ mod combine;
 mod dispatch;
 mod equality;
 mod gate;
+mod gate_torch;
 mod golden;
+mod gpu;
 mod hygiene;
+mod inspect;
 mod layer;
 mod model;
 mod router;
@@ -22,12 +28,16 @@ mod world;
 #[global_allocator]
 static ALLOCATOR: allocations::Counting = allocations::Counting;
 
-fn main() {
+fn main() -> ExitCode {
+    if let Ok(work) = std::env::var(gpu::child::VARIABLE) {
+        return gpu::child::main(&work);
+    }
     let arguments = Arguments::from_args();
     let mut trials = shared_checks();
     for module in [
         allocations::trials,
         bad_input::trials,
+        blas::trials,
         cast::trials,
         checkpoint::trials,
         cli::trials,
@@ -35,8 +45,11 @@ fn main() {
         dispatch::trials,
         equality::trials,
         gate::trials,
+        gate_torch::trials,
         golden::trials,
+        gpu::trials,
         hygiene::trials,
+        inspect::trials,
         layer::trials,
         model::trials,
         router::trials,
@@ -44,7 +57,7 @@ fn main() {
     ] {
         trials.extend(module());
     }
-    libtest_mimic::run(&arguments, trials).exit();
+    libtest_mimic::run(&arguments, trials).exit_code()
 }
 
 /// The library's checkers as trials. `MOE_BACKEND` names a backend that must be there: a missing one fails, it does not skip.

@@ -13,9 +13,9 @@ use crate::random::SplitMix64;
 use crate::tensor::{DType, Layout, TensorView, TensorViewMut};
 
 /// Types of x and w, and of s and g.
-const DTYPES: [(DType, DType); 5] =
+pub(super) const DTYPES: [(DType, DType); 5] =
     [(DType::BF16, DType::BF16), (DType::BF16, DType::F32), (DType::F16, DType::F16), (DType::F16, DType::F32), (DType::F32, DType::F32)];
-const ROUNDINGS: [Rounding; 2] = [Rounding::Fused, Rounding::Framework];
+pub(super) const ROUNDINGS: [Rounding; 2] = [Rounding::Fused, Rounding::Framework];
 
 /// Around the numbers that the order of the sum is made of (8, 256, 8192), the widths of vectors, and usual hidden sizes.
 const KS: [usize; 18] = [0, 1, 7, 8, 9, 31, 32, 255, 256, 257, 2047, 2048, 2049, 4096, 8191, 8192, 8193, 65536 + 3];
@@ -47,14 +47,14 @@ pub fn groups() -> Vec<Group> {
 
 /// T, K and N of one case, and which it is.
 #[derive(Debug, Clone, Copy)]
-struct Sizes {
-    t: usize,
-    k: usize,
-    n: usize,
-    case_idx: usize,
+pub(super) struct Sizes {
+    pub(super) t: usize,
+    pub(super) k: usize,
+    pub(super) n: usize,
+    pub(super) case_idx: usize,
 }
 
-fn sizes(all: impl Iterator<Item = (usize, usize, usize)>) -> Vec<Sizes> {
+pub(super) fn sizes(all: impl Iterator<Item = (usize, usize, usize)>) -> Vec<Sizes> {
     all.enumerate().map(|(case_idx, (t, k, n))| Sizes { t, k, n, case_idx }).collect()
 }
 
@@ -79,24 +79,29 @@ fn top_k_sizes() -> Vec<Sizes> {
 
 /// What all cases of a group share.
 #[derive(Debug, Clone, Copy)]
-struct Case {
-    x_dtype: DType,
-    w_dtype: DType,
-    rounding: Rounding,
+pub(super) struct Case {
+    pub(super) x_dtype: DType,
+    pub(super) w_dtype: DType,
+    pub(super) rounding: Rounding,
 }
 
 /// Options that change from case to case, each with a period of its own, so that all meet.
-struct Options {
+pub(super) struct Options {
     activation: Activation,
     scale: f32,
     bias: Option<Matrix>,
     addend: Option<Matrix>,
-    strided: bool,
+    pub(super) strided: bool,
     weights_are_constant: bool,
 }
 
 impl Case {
-    fn all(self, backend: &Backend, sizes: Vec<Sizes>, run: fn(Self, &Backend, Sizes) -> Result<(), Failed>) -> Result<usize, Failed> {
+    pub(super) fn all(
+        self,
+        backend: &Backend,
+        sizes: Vec<Sizes>,
+        run: fn(Self, &Backend, Sizes) -> Result<(), Failed>,
+    ) -> Result<usize, Failed> {
         let mut num_cases = 0;
         for (name, backend) in variants(backend)? {
             for &sizes in &sizes {
@@ -107,7 +112,7 @@ impl Case {
         Ok(num_cases)
     }
 
-    fn options(self, sizes: Sizes) -> Options {
+    pub(super) fn options(self, sizes: Sizes) -> Options {
         let Sizes { t, case_idx, .. } = sizes;
         let types = [self.x_dtype, DType::F32];
         let mut random = SplitMix64::stream(7, case_idx as u64);
@@ -126,7 +131,7 @@ impl Case {
     }
 
     /// x and w, with the kind of numbers that is this case's turn.
-    fn inputs(self, sizes: Sizes, strided: bool) -> (Matrix, Matrix) {
+    pub(super) fn inputs(self, sizes: Sizes, strided: bool) -> (Matrix, Matrix) {
         let kind = [Kind::Plain, Kind::WideRange, Kind::Special, Kind::NegativeZero, Kind::Positive][sizes.case_idx % 5];
         let mut random = SplitMix64::stream(1, sizes.case_idx as u64);
         let x = Matrix::new(self.x_dtype, sizes.t, sizes.k, strided, kind, &mut random);
@@ -211,7 +216,7 @@ impl Case {
         out.check(backend, "out", &want)
     }
 
-    fn oracle_gates<'a>(self, sizes: Sizes, x: &'a Matrix, w: &'a Matrix, options: &'a Options) -> oracle::Gates<'a> {
+    pub(super) fn oracle_gates<'a>(self, sizes: Sizes, x: &'a Matrix, w: &'a Matrix, options: &'a Options) -> oracle::Gates<'a> {
         oracle::Gates {
             x: &x.values,
             w: &w.values,
@@ -225,7 +230,7 @@ impl Case {
         }
     }
 
-    fn gate_options<'a>(self, backend: &Backend, options: &'a Options) -> Result<GateOptions<'a>, Failed> {
+    pub(super) fn gate_options<'a>(self, backend: &Backend, options: &'a Options) -> Result<GateOptions<'a>, Failed> {
         Ok(GateOptions {
             activation: options.activation,
             rounding: self.rounding,
@@ -265,7 +270,7 @@ fn a_row_alone(backend: &Backend, x_dtype: DType, w_dtype: DType) -> Result<usiz
 
 /// What numbers a matrix holds.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Kind {
+pub(super) enum Kind {
     /// Uniform in [-1, 1).
     Plain,
     /// Magnitudes over 2^16, so that every order of a sum gives other bits.
@@ -278,21 +283,23 @@ enum Kind {
     Positive,
     /// At most -1.
     Negative,
+    /// Positive and below one eighth.
+    Small,
 }
 
 /// An input: rows in memory that is otherwise NaN, and their values.
-struct Matrix {
+pub(super) struct Matrix {
     dtype: DType,
     num_rows: usize,
     columns: usize,
     stride: usize,
     memory: Guarded,
-    values: Vec<f32>,
+    pub(super) values: Vec<f32>,
 }
 
 impl Matrix {
     /// `strided`: an odd distance between rows, and a start that no vector is aligned to.
-    fn new(dtype: DType, num_rows: usize, columns: usize, strided: bool, kind: Kind, random: &mut SplitMix64) -> Self {
+    pub(super) fn new(dtype: DType, num_rows: usize, columns: usize, strided: bool, kind: Kind, random: &mut SplitMix64) -> Self {
         let size = dtype.size();
         let (stride, offset) = if strided { ((columns + 3) | 1, 5 * size) } else { (columns, 0) };
         let len = if num_rows == 0 || columns == 0 { 0 } else { (num_rows - 1) * stride + columns };
@@ -315,7 +322,7 @@ impl Matrix {
         Matrix { dtype, num_rows, columns, stride, memory, values }
     }
 
-    fn view(&self, backend: &Backend) -> Result<TensorView<'_>, Failed> {
+    pub(super) fn view(&self, backend: &Backend) -> Result<TensorView<'_>, Failed> {
         self.rows_view(backend, 0, self.num_rows)
     }
 
@@ -326,7 +333,7 @@ impl Matrix {
     }
 
     /// A matrix of one row as `[K]`, or `[1, K]`.
-    fn vector_view(&self, backend: &Backend, as_matrix: bool) -> Result<TensorView<'_>, Failed> {
+    pub(super) fn vector_view(&self, backend: &Backend, as_matrix: bool) -> Result<TensorView<'_>, Failed> {
         let shape = [1, self.columns];
         let layout = Layout::contiguous("check", self.dtype, if as_matrix { &shape } else { &shape[1..] })?;
         self.memory.view(backend, 0, layout)
@@ -348,6 +355,7 @@ fn usual(kind: Kind, random: &mut SplitMix64) -> f32 {
         Kind::NegativeZero => -0.0,
         Kind::Positive => 1.0 + value.abs(),
         Kind::Negative => -1.0 - value.abs(),
+        Kind::Small => (1.0 + value.abs()) / 16.0,
     }
 }
 
@@ -363,7 +371,7 @@ fn special(dtype: DType, random: &mut SplitMix64) -> f32 {
 }
 
 /// A result: poisoned rows between guard bands.
-struct Output {
+pub(super) struct Output {
     dtype: DType,
     num_rows: usize,
     columns: usize,
@@ -372,24 +380,29 @@ struct Output {
 }
 
 impl Output {
-    fn new(dtype: DType, num_rows: usize, columns: usize, strided: bool) -> Self {
+    pub(super) fn new(dtype: DType, num_rows: usize, columns: usize, strided: bool) -> Self {
         let size = dtype.size();
         let (stride, offset) = if strided { (columns + 3, 5 * size) } else { (columns, 0) };
         let len = if num_rows == 0 || columns == 0 { 0 } else { (num_rows - 1) * stride + columns };
         Output { dtype, num_rows, columns, stride, memory: Guarded::at_offset(len * size, offset) }
     }
 
-    fn view(&mut self, backend: &Backend) -> Result<TensorViewMut<'_>, Failed> {
+    pub(super) fn view(&mut self, backend: &Backend) -> Result<TensorViewMut<'_>, Failed> {
         let layout = Layout::strided("check", self.dtype, &[self.num_rows, self.columns], &[self.stride, 1])?;
         self.memory.view_mut(backend, 0, layout)
     }
 
     /// One column, as `[T]` when it is contiguous.
-    fn column_view(&mut self, backend: &Backend) -> Result<TensorViewMut<'_>, Failed> {
+    pub(super) fn column_view(&mut self, backend: &Backend) -> Result<TensorViewMut<'_>, Failed> {
         if self.stride > 1 {
             return self.view(backend);
         }
         self.memory.view_mut(backend, 0, Layout::contiguous("check", self.dtype, &[self.num_rows])?)
+    }
+
+    /// A matrix of one row as `[N]`.
+    pub(super) fn row_view(&mut self, backend: &Backend) -> Result<TensorViewMut<'_>, Failed> {
+        self.memory.view_mut(backend, 0, Layout::contiguous("check", self.dtype, &[self.columns])?)
     }
 
     fn fill(&mut self, contiguous: &[u8]) {
@@ -402,7 +415,7 @@ impl Output {
     }
 
     /// Every cell is as expected and was written, nothing between the rows or outside was.
-    fn check(&mut self, backend: &Backend, what: &str, want: &[u8]) -> Result<(), Failed> {
+    pub(super) fn check(&mut self, backend: &Backend, what: &str, want: &[u8]) -> Result<(), Failed> {
         self.memory.fetch(backend)?;
         self.memory.check(what)?;
         let (row_bytes, stride_bytes) = (self.columns * self.dtype.size(), self.stride * self.dtype.size());

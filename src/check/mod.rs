@@ -11,6 +11,7 @@ pub mod combine;
 pub mod dispatch;
 pub mod ep;
 pub mod gate;
+pub mod gate_backward;
 pub mod guarded;
 pub mod layer;
 pub mod router;
@@ -56,7 +57,7 @@ impl Group {
 
 /// Every group of every operation.
 pub fn groups() -> Vec<Group> {
-    let of_each_op = [router::groups, gate::groups, cast::groups, dispatch::groups, combine::groups, layer::groups];
+    let of_each_op = [router::groups, gate::groups, gate_backward::groups, cast::groups, dispatch::groups, combine::groups, layer::groups];
     of_each_op.into_iter().flat_map(|groups| groups()).collect()
 }
 

@@ -4,10 +4,13 @@
 use std::env;
 use std::path::{Path, PathBuf};
 
-use moe_kernels::measure::{Environment, environment, report};
+use moe_kernels::gpu::{Device, Nvrtc, Stream};
+use moe_kernels::measure::ceiling::{self, CopyCeiling, EmptyLaunch};
+use moe_kernels::measure::nvidia::{Gpu, Nvidia};
+use moe_kernels::measure::{Commit, Environment, IdleReport, Statistics, environment, idle, report};
 use moe_kernels::{Error, Result};
 
-use crate::output::Output;
+use crate::output::{Output, Progress};
 
 /// Options of `moe info`.
 #[derive(clap::Args)]
@@ -15,6 +18,18 @@ pub struct Arguments {
     /// Print one JSON object instead
     #[arg(long)]
     json: bool,
+    /// Keep up to this many bytes of the changes since the commit in the JSON (`git diff HEAD`)
+    #[arg(long, value_name = "BYTES", default_value_t = 0, requires = "json")]
+    diff: usize,
+    /// Measure what the GPU can do at best: copies of several sizes, empty kernels (some seconds; refused on a busy GPU)
+    #[arg(long)]
+    ceilings: bool,
+    /// Measure on a busy GPU too, and say that it was
+    #[arg(long, requires = "ceilings")]
+    allow_busy: bool,
+    /// The GPU to measure
+    #[arg(long, value_name = "ORDINAL", default_value_t = 0, requires = "ceilings")]
+    device: u32,
 }
 
 #[derive(serde::Serialize)]
@@ -24,7 +39,19 @@ struct Info {
     backends: &'static [&'static str],
     gpu_libraries: Vec<GpuLibrary>,
     cache_folder: Option<PathBuf>,
+    ceilings: Option<Ceilings>,
 }
+
+/// What one GPU can do at best.
+#[derive(serde::Serialize)]
+struct Ceilings {
+    idle: IdleReport,
+    empty: EmptyLaunch,
+    copies: Vec<CopyCeiling>,
+}
+
+/// Bytes read and written by the copies (the sizes of the recorded ceilings; the least exceeds twice the L2 cache of today's GPUs).
+const COPY_BYTES: [u64; 5] = [207_000_000, 544_000_000, 1_090_000_000, 2_160_000_000, 3_800_000_000];
 
 /// Whether a GPU's run-time library is there. Only looked for, never loaded.
 #[derive(serde::Serialize)]
@@ -36,11 +63,14 @@ struct GpuLibrary {
 
 /// Prints what there is.
 pub fn info(arguments: &Arguments, output: &mut Output) -> Result<bool> {
+    let mut environment = Environment::record_with_diff(arguments.diff);
+    environment.nvrtc = nvrtc();
     let info = Info {
-        environment: Environment::record(),
-        backends: &["cpu"],
+        environment,
+        backends: &["cpu", "cuda"],
         gpu_libraries: vec![gpu_library("NVIDIA", "libcuda.so.1"), gpu_library("AMD", "libamdhip64.so")],
         cache_folder: environment::cache_folder(),
+        ceilings: if arguments.ceilings { Some(ceilings(arguments)?) } else { None },
     };
     if arguments.json {
         let json = serde_json::to_string_pretty(&info)
@@ -50,14 +80,65 @@ pub fn info(arguments: &Arguments, output: &mut Output) -> Result<bool> {
         for (name, value) in lines(&info) {
             output.paragraph(name, 11, &value)?;
         }
+        if let Some(ceilings) = &info.ceilings {
+            print(ceilings, output)?;
+        }
     }
     Ok(true)
+}
+
+/// The compiler of GPU code.
+fn nvrtc() -> Option<String> {
+    let (major, minor) = Nvrtc::get().ok()?.version().ok()?;
+    Some(format!("NVRTC {major}.{minor}"))
+}
+
+fn ceilings(arguments: &Arguments) -> Result<Ceilings> {
+    let progress = Progress::new(1, "measuring the GPU");
+    // Before the device is opened: afterwards this process is one of its users.
+    let idle = idle::check(arguments.device, arguments.allow_busy)?;
+    let stream = Stream::new(&Device::open(arguments.device)?)?;
+    let empty = ceiling::empty_launch(&stream)?;
+    let copies = COPY_BYTES.iter().map(|&bytes| ceiling::copy(&stream, bytes)).collect::<Result<_>>()?;
+    drop(progress);
+    Ok(Ceilings { idle, empty, copies })
+}
+
+fn print(ceilings: &Ceilings, output: &mut Output) -> Result<()> {
+    let Ceilings { idle, empty, copies } = ceilings;
+    let state = if idle.is_idle() { "idle before".to_owned() } else { format!("BUSY: {}", idle.reasons.join("; ")) };
+    output.heading(format_args!("What {} can do at best ({state}); medians, least to greatest", idle.device))?;
+    let spread = |s: &Statistics| format!("{} ({} to {})", report::duration(s.median), report::duration(s.min), report::duration(s.max));
+    let launches = [
+        ("node of a graph", &empty.node),
+        ("node, programmatic", &empty.programmatic_node),
+        ("queued in a row", &empty.eager),
+        ("between two events", &empty.between_events),
+        ("cost for the host", &empty.host_cost),
+        ("cost, programmatic", &empty.programmatic_host_cost),
+    ];
+    output.table(&["<empty kernel", "time"], launches.map(|(name, time)| vec![name.to_owned(), spread(time)]))?;
+    output.line("")?;
+    let rows = copies.iter().map(|copy| {
+        let rate = |s: &Statistics| report::rate(copy.moved_bytes, s.median);
+        let size = report::bytes(copy.moved_bytes) + if copy.is_beyond_cache { "" } else { ", cached" };
+        vec![
+            size,
+            rate(&copy.eager),
+            rate(&copy.node),
+            rate(&copy.streaming_kernel),
+            rate(&copy.plain_kernel),
+            report::rate(copy.moved_bytes, copy.best_seconds),
+        ]
+    });
+    output.table(&["<copy, read + written", "memcpy GB/s", "its node", "streaming kernel", "plain kernel", "best"], rows)
 }
 
 fn lines(info: &Info) -> Vec<(&'static str, String)> {
     let e = &info.environment;
     let or_unknown = |text: &str| if text.is_empty() { "unknown".to_owned() } else { text.to_owned() };
-    let version = [Some(format!("moe-kernels {}", e.version)), e.commit.clone(), Some(e.profile.into()), e.rustc.map(str::to_owned)];
+    let version =
+        [Some(format!("moe-kernels {}", e.version)), e.commit.as_ref().map(Commit::to_string), Some(e.profile.into()), e.rustc.clone()];
     let mut lines = vec![
         ("program", version.into_iter().flatten().collect::<Vec<_>>().join(", ")),
         ("system", or_unknown(&e.system)),
@@ -67,7 +148,11 @@ fn lines(info: &Info) -> Vec<(&'static str, String)> {
         ("memory", format!("{}, {} available", report::bytes(e.memory.total_bytes), report::bytes(e.memory.available_bytes))),
         ("backends", info.backends.join(", ")),
     ];
-    lines.push(("gpu", "not used: this version has no GPU backend".into()));
+    let gpus = e.nvidia.as_ref().map_or_else(Vec::new, gpu_lines);
+    let absence = e.nvidia_absence.as_ref().map(|why| format!("none seen: {why}"));
+    for (i, line) in gpus.into_iter().chain(absence).enumerate() {
+        lines.push((if i == 0 { "gpu" } else { "" }, line));
+    }
     for library in &info.gpu_libraries {
         let found = match &library.path {
             Some(path) => format!("{}: {} is installed", library.vendor, path.display()),
@@ -75,12 +160,45 @@ fn lines(info: &Info) -> Vec<(&'static str, String)> {
         };
         lines.push(("", found));
     }
+    lines.push(("compiler", e.nvrtc.clone().unwrap_or_else(|| "none for GPU code: NVRTC was not found, MOE_NVRTC names its file".into())));
     let cache = match &info.cache_folder {
         Some(folder) => format!("{} (for compiled GPU kernels; the cpu backend keeps nothing)", folder.display()),
         None => "none: neither MOE_CACHE_DIR, XDG_CACHE_HOME nor HOME is set".into(),
     };
     lines.push(("cache", cache));
     lines
+}
+
+/// What a reader wants to know of each GPU before a measurement.
+fn gpu_lines(nvidia: &Nvidia) -> Vec<String> {
+    let mut lines = vec![format!("NVIDIA driver {}, CUDA up to {}, GPUs: {}", nvidia.driver, nvidia.cuda, nvidia.gpus.len())];
+    lines.extend(nvidia.gpus.iter().map(gpu_line));
+    lines
+}
+
+fn gpu_line(gpu: &Gpu) -> String {
+    let number = |value: Option<u32>| value.map_or("?".to_owned(), |value| value.to_string());
+    let watts = |milliwatts: Option<u32>| milliwatts.map_or("?".to_owned(), |value| format!("{:.0}", f64::from(value) / 1e3));
+    let switch = |name: &str, value: Option<bool>| value.map(|on| format!("{name} {}", if on { "on" } else { "off" }));
+    let (clocks, load) = (&gpu.clocks, &gpu.load);
+    let memory = match (load.memory_used_bytes, load.memory_total_bytes) {
+        (Some(used), Some(total)) => Some(format!("{} of {} in use", report::bytes(used), report::bytes(total))),
+        _ => None,
+    };
+    let throttled = (!gpu.throttle_reasons.is_empty()).then(|| format!("clocks held by {}", gpu.throttle_reasons.join(" ")));
+    let mut parts = vec![
+        format!("{}: {} {} {}", gpu.index, gpu.name, gpu.uuid, gpu.pci_bus_id),
+        format!("SM {} of {} MHz", number(clocks.sm_mhz), number(clocks.max_sm_mhz)),
+        format!("memory {} of {} MHz", number(clocks.memory_mhz), number(clocks.max_memory_mhz)),
+        format!("{} C", number(gpu.temperature_celsius)),
+        format!("{} of {} W", watts(gpu.power_milliwatts), watts(gpu.power_limit_milliwatts)),
+    ];
+    parts.extend(memory);
+    parts.extend(load.utilisation_percent.map(|percent| format!("utilisation {percent} %")));
+    parts.extend([switch("ECC", gpu.ecc), switch("MIG", gpu.mig), switch("persistence", gpu.persistence)].into_iter().flatten());
+    parts.extend(throttled);
+    parts.extend(load.processes.iter().flatten().map(|process| format!("process {} {}", process.pid, process.name)));
+    parts.join(", ")
 }
 
 /// Looks for `name` where a loader would, without loading it.

@@ -1,8 +1,10 @@
 //! The program `moe`: runs a Mixture-of-Experts layer across ranks, checks the operations of this library, describes the machine.
 #![forbid(unsafe_code)]
 
+mod bench;
 mod check;
 mod info;
+mod inspect;
 mod output;
 mod run;
 
@@ -33,8 +35,13 @@ enum Command {
     Run(Box<run::Arguments>),
     /// Check every operation, bit for bit, against its specification
     Check(check::Arguments),
+    /// Time operations on a GPU, beside what they replace
+    #[command(subcommand)]
+    Bench(bench::Arguments),
     /// Describe the machine: CPU, memory, GPUs, versions, cache folder
     Info(info::Arguments),
+    /// Registers, spills and sizes of each GPU kernel on each architecture, compiled here without a GPU
+    Inspect(inspect::Arguments),
 }
 
 fn main() -> ExitCode {
@@ -48,8 +55,10 @@ fn main() -> ExitCode {
     };
     let mut output = Output::new();
     let verdict = match arguments.command {
+        Some(Command::Bench(arguments)) => bench::bench(&arguments, &mut output),
         Some(Command::Check(arguments)) => check::check(&arguments, &mut output),
         Some(Command::Info(arguments)) => info::info(&arguments, &mut output),
+        Some(Command::Inspect(arguments)) => inspect::inspect(&arguments, &mut output),
         Some(Command::Run(arguments)) => run::run(&arguments, &mut output),
         None => run::run(&arguments.run, &mut output),
     };

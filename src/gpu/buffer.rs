@@ -3,6 +3,7 @@
 use std::ffi::c_void;
 
 use super::device::Device;
+use super::known;
 use super::stream::Stream;
 use crate::error::{Error, Result};
 use crate::tensor::{DeviceAddress, Layout, TensorView, TensorViewMut};
@@ -145,6 +146,7 @@ impl Drop for Buffer {
         {
             // SAFETY: allocated by `new`, and this is its only owner. A failure leaves nothing to do.
             let _ = unsafe { self.device.driver().memory_free(self.address) };
+            known::forget();
         }
     }
 }

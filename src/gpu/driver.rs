@@ -76,7 +76,6 @@ table! {
         copy_on_device = "cuMemcpyDtoDAsync_v2"(to: u64, from: u64, bytes: usize, stream: Handle);
         fill_bytes = "cuMemsetD8Async"(address: u64, byte: u8, bytes: usize, stream: Handle);
         pointer_attributes = "cuPointerGetAttributes"(num: c_uint, attributes: *const c_int, values: *const *mut c_void, address: u64);
-        allocation_of = "cuMemGetAddressRange_v2"(start: *mut u64, bytes: *mut usize, address: u64);
         module_load = "cuModuleLoadData"(module: *mut Handle, image: *const c_void);
         module_unload = "cuModuleUnload"(module: Handle);
         module_function = "cuModuleGetFunction"(function: *mut Handle, module: Handle, name: *const c_char);
@@ -134,12 +133,18 @@ impl Driver {
 /// Turns a status into an error that names the call.
 fn failed(driver: &Driver, call: &'static str, code: i32) -> Error {
     let mut name = std::ptr::null();
-    // SAFETY: the function only reads its table of names; called directly, so that its own failure does not come back here.
-    let status = unsafe { (driver.error_name)(code, &mut name) };
-    let name = match status {
+    // The call that finds no name must not ask for the name of that.
+    let named = if call == "cuGetErrorName" {
+        false
+    } else {
+        // SAFETY: `name` outlives the call, which only reads the driver's table of names.
+        unsafe { driver.error_name(code, &mut name) }.is_ok()
+    };
+    let name = if named && !name.is_null() {
         // SAFETY: a string of the driver that ends with 0 and is never freed.
-        0 if !name.is_null() => unsafe { CStr::from_ptr(name) }.to_string_lossy().into_owned(),
-        _ => "unknown".into(),
+        unsafe { CStr::from_ptr(name) }.to_string_lossy().into_owned()
+    } else {
+        "unknown".into()
     };
     Error::Gpu { call, code, name }
 }

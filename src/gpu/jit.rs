@@ -2,6 +2,7 @@
 
 use std::collections::HashMap;
 use std::fs;
+use std::hash::{BuildHasher, BuildHasherDefault, Hasher};
 use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::sync::{Mutex, RwLock};
@@ -39,13 +40,52 @@ pub struct Compiled {
     pub time: Duration,
 }
 
+/// By device and spec.
+type Loaded<S> = HashMap<(u32, S), Kernel, BuildHasherDefault<Mixer>>;
+
 /// The kernels of one operation that are loaded, by device and spec. Made as a `static`.
 pub struct Kernels<S: Spec> {
-    loaded: RwLock<Option<HashMap<(u32, S), Kernel>>>,
+    loaded: RwLock<Option<Loaded<S>>>,
 }
 
-/// One compilation at a time: two threads that need the same kernel do not both make it.
-static COMPILING: Mutex<()> = Mutex::new(());
+/// A hash of the few small fields of a spec, a multiplication for each: looking a kernel up is a part of every hot call, and nobody chooses specs
+/// to collide.
+#[derive(Default)]
+struct Mixer(u64);
+
+impl Mixer {
+    fn mix(&mut self, value: u64) {
+        // The golden ratio's bits (arbitrary: any odd number of many bits).
+        self.0 = (self.0.rotate_left(5) ^ value).wrapping_mul(0x9E37_79B9_7F4A_7C15);
+    }
+}
+
+impl Hasher for Mixer {
+    fn finish(&self) -> u64 {
+        // The table takes the low bits, a product's best are the high ones.
+        self.0.rotate_left(26)
+    }
+
+    fn write(&mut self, bytes: &[u8]) {
+        bytes.iter().for_each(|byte| self.mix(u64::from(*byte)));
+    }
+
+    fn write_u32(&mut self, value: u32) {
+        self.mix(u64::from(value));
+    }
+
+    fn write_u64(&mut self, value: u64) {
+        self.mix(value);
+    }
+
+    fn write_usize(&mut self, value: usize) {
+        self.mix(value as u64);
+    }
+}
+
+/// Two threads that need the same kernel do not both make it; for different ones they seldom wait for each other (16 is arbitrary: threads that compile
+/// at once).
+static COMPILING: [Mutex<()>; 16] = [const { Mutex::new(()) }; 16];
 
 impl<S: Spec> Kernels<S> {
     /// None loaded.
@@ -80,7 +120,8 @@ impl<S: Spec> Kernels<S> {
 
     /// Compiles and loads the kernel of `spec` unless it is loaded; says where it came from, `None` when it was loaded before.
     pub fn load(&self, device: &Device, spec: S) -> Result<(Kernel, Option<Origin>)> {
-        let _one = COMPILING.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
+        let lock = &COMPILING[BuildHasherDefault::<Mixer>::default().hash_one(spec) as usize % COMPILING.len()];
+        let _one = lock.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
         if let Some(kernel) = self.find(device.ordinal(), spec) {
             return Ok((kernel, None));
         }
@@ -225,6 +266,25 @@ mod tests {
             assert!(keys[..i].iter().all(|b| a != b), "{i}");
         }
         assert_eq!(keys[0], key("text", "entry", "sm_90a", (13, 0)));
+    }
+
+    #[test]
+    fn specs_do_not_share_a_hash() {
+        use std::hash::Hash;
+        let hash = |spec: (u32, [Option<bool>; 2], u64, [u8; 3])| {
+            let mut mixer = Mixer::default();
+            spec.hash(&mut mixer);
+            mixer.finish()
+        };
+        let mut hashes = std::collections::HashSet::new();
+        let flags = [None, Some(false), Some(true)];
+        for (i, j) in (0..9).flat_map(|i| (0..64u64).map(move |j| (i, j))) {
+            hashes.insert(hash((1, [flags[i / 3], flags[i % 3]], j % 8, [j as u8 / 8, 0, 1])));
+        }
+        assert_eq!(hashes.len(), 9 * 64);
+        // Its low bits choose the place: they spread too.
+        let places: std::collections::HashSet<u64> = hashes.iter().map(|hash| hash % 1024).collect();
+        assert!(places.len() > 350, "{} places", places.len()); // 439 of 1024 if the hash were random
     }
 
     #[test]

@@ -31,6 +31,14 @@ pub(super) fn open<T>(
     Err(Error::Library { name: name.into(), searched })
 }
 
+/// Loads a library that another one will look for by its name, for the life of the process.
+pub(super) fn keep(path: &Path) -> Result<(), String> {
+    // SAFETY: a vendor's own library, by its file name; its initialisers run as in every program that links it.
+    let library = unsafe { Library::new(path) }.map_err(|error| reason(&error))?;
+    std::mem::forget(library);
+    Ok(())
+}
+
 /// The loader's own words.
 fn reason(error: &libloading::Error) -> String {
     use std::error::Error as _;

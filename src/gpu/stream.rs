@@ -14,7 +14,18 @@ pub struct Stream(Arc<Inner>);
 struct Inner {
     device: Device,
     raw: Handle,
-    is_owned: bool,
+    owner: Owner,
+}
+
+/// Who destroys a stream.
+enum Owner {
+    /// This, with its last clone.
+    Ours,
+    /// The caller, who has promised that it outlives this.
+    Caller,
+    /// A value of another library, kept alive here.
+    #[cfg_attr(not(feature = "cudarc"), expect(dead_code, reason = "made by adapters only"))]
+    Kept { _owner: Arc<dyn std::any::Any + Send + Sync> },
 }
 
 // SAFETY: a stream may be used from any thread (spec: CUDA driver API, thread safety).
@@ -29,7 +40,7 @@ impl Stream {
         let _bound = device.bind()?;
         // SAFETY: `raw` outlives the call; 1 is CU_STREAM_NON_BLOCKING.
         unsafe { device.driver().stream_create(&mut raw, 1) }?;
-        Ok(Stream(Arc::new(Inner { device: device.clone(), raw, is_owned: true })))
+        Ok(Stream(Arc::new(Inner { device: device.clone(), raw, owner: Owner::Ours })))
     }
 
     /// A stream of the caller, or a null pointer for the legacy default stream.
@@ -40,6 +51,23 @@ impl Stream {
     /// # Safety
     /// `raw` is a stream, and it lives as long as this and its clones.
     pub unsafe fn external(device: &Device, raw: *mut std::ffi::c_void) -> Result<Self> {
+        // SAFETY: the caller's promise.
+        unsafe { Self::of_owner(device, raw, Owner::Caller) }
+    }
+
+    /// As [`external`](Self::external), of a value that destroys the stream when it is dropped and is therefore kept.
+    ///
+    /// # Safety
+    /// `raw` is a stream, and it lives as long as `owner`.
+    #[cfg(feature = "cudarc")]
+    pub(super) unsafe fn kept(device: &Device, raw: *mut std::ffi::c_void, owner: Arc<dyn std::any::Any + Send + Sync>) -> Result<Self> {
+        // SAFETY: the caller's promise; the owner goes with the stream.
+        unsafe { Self::of_owner(device, raw, Owner::Kept { _owner: owner }) }
+    }
+
+    /// # Safety
+    /// `raw` is a stream, and it lives as long as `owner` says.
+    unsafe fn of_owner(device: &Device, raw: *mut std::ffi::c_void, owner: Owner) -> Result<Self> {
         let mut context = std::ptr::null_mut();
         let bound = device.bind()?;
         // SAFETY: the caller's promise; the device's context is current, to which the default streams belong.
@@ -49,7 +77,7 @@ impl Stream {
             let want = format!("a stream of the primary context of device {}", device.ordinal());
             return Err(Error::invalid("stream", "raw", "a stream of another context", want));
         }
-        Ok(Stream(Arc::new(Inner { device: device.clone(), raw, is_owned: false })))
+        Ok(Stream(Arc::new(Inner { device: device.clone(), raw, owner })))
     }
 
     /// The device whose work it queues.
@@ -99,7 +127,7 @@ impl Stream {
 
 impl Drop for Inner {
     fn drop(&mut self) {
-        if self.is_owned
+        if matches!(self.owner, Owner::Ours)
             && let Ok(_bound) = self.device.bind()
         {
             // SAFETY: made by `new`, and this is its last owner. Work in flight goes on; a failure leaves nothing to do.

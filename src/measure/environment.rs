@@ -1,13 +1,14 @@
 //! The machine and the build that a figure was measured with.
 #![forbid(unsafe_code)]
 
-use std::path::{Path, PathBuf};
-use std::process::{Command, Stdio};
+use std::path::PathBuf;
 use std::time::{SystemTime, UNIX_EPOCH};
 use std::{env, fs};
 
 use crate::cpu::Level;
 use crate::measure::available_bytes;
+use crate::measure::commit::{self, Commit};
+use crate::measure::nvidia::Nvidia;
 
 /// What a measurement needs beside its figures to be compared with another one. Whatever the system does not tell is empty, `None` or 0.
 #[derive(Debug, Clone, PartialEq, Eq, serde::Serialize)]
@@ -33,12 +34,18 @@ pub struct Environment {
     pub system: String,
     /// Version of this crate.
     pub version: &'static str,
-    /// Commit of the checkout that holds the running program, with `-dirty` if it has changes.
-    pub commit: Option<String>,
-    /// The compiler, when the build was given `MOE_RUSTC_VERSION`.
-    pub rustc: Option<&'static str>,
+    /// What the running program was built from.
+    pub commit: Option<Commit>,
+    /// The compiler of the host code.
+    pub rustc: Option<String>,
+    /// The compiler of the GPU code, for example `NVRTC 13.0`: set by whoever compiles with it.
+    pub nvrtc: Option<String>,
     /// `release`, or `debug` with debug assertions.
     pub profile: &'static str,
+    /// NVIDIA's driver and GPUs.
+    pub nvidia: Option<Nvidia>,
+    /// Why there is nothing about them.
+    pub nvidia_absence: Option<String>,
 }
 
 /// Memory of this machine.
@@ -51,8 +58,17 @@ pub struct Memory {
 }
 
 impl Environment {
-    /// Looks at this machine. Takes a few milliseconds, most of them to ask `git` for the commit.
+    /// Looks at this machine. Takes some milliseconds, most of them to ask `git` for the commit and NVML for the GPUs.
     pub fn record() -> Self {
+        Environment::record_with_diff(0)
+    }
+
+    /// The same, with up to `max_diff_bytes` of the text of `git diff HEAD`.
+    pub fn record_with_diff(max_diff_bytes: usize) -> Self {
+        let (nvidia, nvidia_absence) = match Nvidia::record() {
+            Ok(nvidia) => (Some(nvidia), None),
+            Err(error) => (None, Some(error.to_string())),
+        };
         Environment {
             time: utc(SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |d| d.as_secs())),
             cpu: cpu_name(),
@@ -64,9 +80,12 @@ impl Environment {
             memory: Memory::now(),
             system: system(),
             version: env!("CARGO_PKG_VERSION"),
-            commit: commit(),
-            rustc: option_env!("MOE_RUSTC_VERSION"),
+            commit: Commit::of_program(max_diff_bytes),
+            rustc: option_env!("MOE_RUSTC_VERSION").or_else(commit::rustc).map(str::to_owned),
+            nvrtc: None,
             profile: if cfg!(debug_assertions) { "debug" } else { "release" },
+            nvidia,
+            nvidia_absence,
         }
     }
 }
@@ -126,25 +145,6 @@ fn features() -> Vec<&'static str> {
     Vec::new()
 }
 
-/// The commit of the checkout of this crate in which the running program was built, if that is where it lies.
-fn commit() -> Option<String> {
-    let program = env::current_exe().ok()?;
-    let is_ours = |folder: &&Path| {
-        fs::read_to_string(folder.join("Cargo.toml")).is_ok_and(|text| text.contains(concat!("name = \"", env!("CARGO_PKG_NAME"), "\"")))
-    };
-    let checkout = program.ancestors().find(is_ours)?;
-    let git = Command::new("git")
-        .arg("-C")
-        .arg(checkout)
-        .args(["describe", "--always", "--dirty", "--exclude=*"])
-        .stdin(Stdio::null())
-        .stderr(Stdio::null())
-        .output()
-        .ok()?;
-    let name = String::from_utf8(git.stdout).ok()?.trim().to_owned();
-    (git.status.success() && !name.is_empty()).then_some(name)
-}
-
 /// Where this crate keeps what it can make again: `$MOE_CACHE_DIR`, else `moe-kernels` in `$XDG_CACHE_HOME` (if absolute, as its specification
 /// wants) or in `$HOME/.cache`. `None` without any of them.
 pub fn cache_folder() -> Option<PathBuf> {
@@ -194,6 +194,7 @@ mod tests {
         let memory = environment.memory;
         assert!(memory.available_bytes <= memory.total_bytes);
         assert!(!cfg!(target_os = "linux") || memory.available_bytes > 1 << 20);
+        assert_ne!(environment.nvidia.is_some(), environment.nvidia_absence.is_some());
     }
 
     #[test]

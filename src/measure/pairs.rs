@@ -1,4 +1,5 @@
 //! Two variants measured in turns, so that drift of the machine falls on both.
+#![forbid(unsafe_code)]
 
 use std::fmt;
 use std::time::Instant;

@@ -1,9 +1,10 @@
 //! Statistics of repeated measurements.
+#![forbid(unsafe_code)]
 
 use std::fmt;
 
 /// Median, spread and extremes of samples, in their unit.
-#[derive(Debug, Clone, Copy, PartialEq, serde::Serialize)]
+#[derive(Debug, Clone, Copy, PartialEq, serde::Serialize, serde::Deserialize)]
 pub struct Statistics {
     /// Number of samples.
     pub num_samples: usize,
@@ -50,6 +51,19 @@ impl Statistics {
             p90: quantile(0.9),
         })
     }
+
+    /// Of the same measurement repeated in separate processes: statistics whose samples are the medians of `processes`. So `median` is the
+    /// median of the medians, `min` and `max` are the least and the greatest of them. `None` as for [`Statistics::of`].
+    pub fn of_medians(processes: &[Statistics]) -> Option<Self> {
+        Statistics::of(&processes.iter().map(|process| process.median).collect::<Vec<_>>())
+    }
+
+    /// The same samples in another unit: every one times `factor`, which must be above 0.
+    pub fn scaled(self, factor: f64) -> Self {
+        let Statistics { num_samples, median, mean, sd, min, max, p10, p90 } = self;
+        let [median, mean, sd, min, max, p10, p90] = [median, mean, sd, min, max, p10, p90].map(|value| value * factor);
+        Statistics { num_samples, median, mean, sd, min, max, p10, p90 }
+    }
 }
 
 impl fmt::Display for Statistics {
@@ -71,5 +85,18 @@ mod tests {
         assert_eq!(Statistics::of(&[]), None);
         assert_eq!(Statistics::of(&[1.0, f64::NAN]), None);
         assert_eq!(Statistics::of(&[7.0]).unwrap().sd, 0.0);
+    }
+
+    #[test]
+    fn processes_count_by_their_medians() {
+        let of = |samples: &[f64]| Statistics::of(samples).unwrap();
+        // The second process has an outlier that its median hides; the third is slow as a whole.
+        let all = Statistics::of_medians(&[of(&[1.0, 2.0, 3.0]), of(&[1.0, 1.5, 99.0]), of(&[7.0, 8.0, 9.0])]).unwrap();
+        assert_eq!((all.num_samples, all.median, all.min, all.max), (3, 2.0, 1.5, 8.0));
+        assert_eq!(Statistics::of_medians(&[]), None);
+        let seconds = of(&[0.5, 1.5]);
+        assert_eq!(seconds.scaled(1e3), of(&[500.0, 1500.0]));
+        let text = serde_json::to_string(&seconds).unwrap();
+        assert_eq!(serde_json::from_str::<Statistics>(&text).unwrap(), seconds);
     }
 }

@@ -11,5 +11,6 @@ pub mod dispatch;
 pub mod exp;
 pub mod float;
 pub mod gate;
+pub mod gate_backward;
 pub mod layer;
 pub mod router;

@@ -1,4 +1,27 @@
-// Copies through registers: accesses of a chosen width, bytes of words in another order, values of other lanes. Needs platform.cuh.
+// Streaming access to memory: for what is read once, or written and not read soon. After platform.cuh.
+//
+// 16 bytes at a 16-byte boundary in global memory. First to leave the caches, so that what others need stays.
+
+DEVICE Vec16 load_streaming(const Vec16* at) {
+#if PLATFORM_AMD
+    typedef u32 Native __attribute__((ext_vector_type(4)));
+    return __builtin_bit_cast(Vec16, __builtin_nontemporal_load((const Native*)at));
+#else
+    uint4 v = __ldcs((const uint4*)at);
+    return Vec16{{v.x, v.y, v.z, v.w}};
+#endif
+}
+
+DEVICE void store_streaming(Vec16* at, Vec16 v) {
+#if PLATFORM_AMD
+    typedef u32 Native __attribute__((ext_vector_type(4)));
+    __builtin_nontemporal_store(__builtin_bit_cast(Native, v), (Native*)at);
+#else
+    __stcs((uint4*)at, make_uint4(v.word[0], v.word[1], v.word[2], v.word[3]));
+#endif
+}
+
+// For casts: accesses of a chosen width, bytes of words in another order, values of other lanes.
 
 // An entry point with `threads` threads in a block, of which an NVIDIA multiprocessor holds `blocks`.
 #if PLATFORM_AMD
@@ -11,8 +34,9 @@ struct alignas(8) Vec8 {
     u32 word[2];
 };
 
-// What nobody writes while the kernel runs and what is read once: past the first-level cache. 16 bytes at a 16-byte boundary.
-DEVICE Vec16 load_streaming(const void* at) {
+// What nobody writes while the kernel runs and what is read once: past the first-level cache (measured: H200, a cast of bf16 reaches 3.57 TB/s with
+// this and 3.44 with `load_streaming`).
+DEVICE Vec16 load_uncached(const void* at) {
 #if PLATFORM_AMD
     typedef u32 Native __attribute__((ext_vector_type(4)));
     return __builtin_bit_cast(Vec16, __builtin_nontemporal_load((const Native*)at));
@@ -23,18 +47,8 @@ DEVICE Vec16 load_streaming(const void* at) {
 #endif
 }
 
-// What is not read again soon.
-DEVICE void store_streaming(void* at, Vec16 v) {
-#if PLATFORM_AMD
-    typedef u32 Native __attribute__((ext_vector_type(4)));
-    __builtin_nontemporal_store(__builtin_bit_cast(Native, v), (Native*)at);
-#else
-    asm volatile("st.global.cs.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(at), "r"(v.word[0]), "r"(v.word[1]), "r"(v.word[2]), "r"(v.word[3]) : "memory");
-#endif
-}
-
 // 8 bytes at an 8-byte boundary.
-DEVICE void store_streaming(void* at, Vec8 v) {
+DEVICE void store_streaming(Vec8* at, Vec8 v) {
 #if PLATFORM_AMD
     typedef u32 Native __attribute__((ext_vector_type(2)));
     __builtin_nontemporal_store(__builtin_bit_cast(Native, v), (Native*)at);
@@ -79,7 +93,7 @@ template <u32 WORDS> DEVICE void load_pieces(u32 (&words)[WORDS], const u8* at, 
 #pragma unroll
         for (u32 i = 0; i < WORDS; i += 4) {
             if (i * 4 < valid) {
-                const Vec16 v = load_streaming(at + i * 4);
+                const Vec16 v = load_uncached(at + i * 4);
                 words[i] = v.word[0];
                 words[i + 1] = v.word[1];
                 words[i + 2] = v.word[2];
@@ -122,14 +136,14 @@ template <u32 WORDS> DEVICE void store_pieces(u8* at, const u32 (&words)[WORDS],
 #pragma unroll
         for (u32 i = 0; i + 3 < WORDS; i += 4) {
             if (i * 4 < valid) {
-                store_streaming(at + i * 4, Vec16{words[i], words[i + 1], words[i + 2], words[i + 3]});
+                store_streaming((Vec16*)(at + i * 4), Vec16{words[i], words[i + 1], words[i + 2], words[i + 3]});
             }
         }
     } else if (piece >= 8) {
 #pragma unroll
         for (u32 i = 0; i < WORDS; i += 2) {
             if (i * 4 < valid) {
-                store_streaming(at + i * 4, Vec8{words[i], words[i + 1]});
+                store_streaming((Vec8*)(at + i * 4), Vec8{words[i], words[i + 1]});
             }
         }
     } else if (piece == 4) {

@@ -219,7 +219,7 @@ DEVICE void store_columns(u8* to, u64 stride, const u64* tile, u32 num_rows, u32
             const bool is_swapped = unit % 2 != 0;
             const Vec16 ordered = {is_swapped ? pair.word[2] : pair.word[0], is_swapped ? pair.word[3] : pair.word[1],
                                    is_swapped ? pair.word[0] : pair.word[2], is_swapped ? pair.word[1] : pair.word[3]};
-            store_streaming(to + column * stride + vector * 16, ordered);
+            store_streaming((Vec16*)(to + column * stride + vector * 16), ordered);
             column += columns_on;
             vector += vectors_on;
             if (vector >= num_vectors) {
@@ -239,7 +239,7 @@ DEVICE void store_columns(u8* to, u64 stride, const u64* tile, u32 num_rows, u32
         const u32 end = vector * 16 + 16 - before < length ? vector * 16 + 16 - before : length;
         if (first + 16 == end) {
             const u64 low = bytes_at(tile, column, first), high = bytes_at(tile, column, first + 8);
-            store_streaming(start + first, Vec16{(u32)low, (u32)(low >> 32), (u32)high, (u32)(high >> 32)});
+            store_streaming((Vec16*)(start + first), Vec16{(u32)low, (u32)(low >> 32), (u32)high, (u32)(high >> 32)});
         } else {
             store_edge(start, tile, column, first, end);
         }

@@ -28,9 +28,9 @@ pub(super) struct Gates<R> {
 }
 
 type Checked<T> = Result<Option<T>>;
-type GatesIn<'a, S> = Gates<<S as Space>::Read<'a>>;
-type RowsIn<'a, S> = Rows<<S as Space>::Read<'a>>;
-type RowsOut<'a, S> = RowsMut<<S as Space>::Write<'a>>;
+pub(super) type GatesIn<'a, S> = Gates<<S as Space>::Read<'a>>;
+pub(super) type RowsIn<'a, S> = Rows<<S as Space>::Read<'a>>;
+pub(super) type RowsOut<'a, S> = RowsMut<<S as Space>::Write<'a>>;
 
 /// Checks a call of [`super::gate`].
 pub(super) fn gate<'a, S: Space>(
@@ -124,12 +124,12 @@ pub(super) fn sigmoid_mul<'a, S: Space>(
 
 const FLOATS: [DType; 3] = [DType::F32, DType::F16, DType::BF16];
 
-fn x_or_f32(gates: &Gates<impl Copy>) -> [DType; 2] {
+pub(super) fn x_or_f32(gates: &Gates<impl Copy>) -> [DType; 2] {
     [gates.x.dtype, DType::F32]
 }
 
 /// The arguments that four of the five forms share.
-fn gates<'a, S: Space>(
+pub(super) fn gates<'a, S: Space>(
     op: &'static str,
     space: &S,
     x: TensorView<'a>,
@@ -183,7 +183,7 @@ fn product<'a, S: Space>(
     rows_mut(op, space, "out", out)
 }
 
-fn one_of(op: &'static str, what: &str, got: DType, allowed: &[DType]) -> Result<()> {
+pub(super) fn one_of(op: &'static str, what: &str, got: DType, allowed: &[DType]) -> Result<()> {
     if allowed.contains(&got) {
         return Ok(());
     }
@@ -192,21 +192,21 @@ fn one_of(op: &'static str, what: &str, got: DType, allowed: &[DType]) -> Result
     Err(Error::invalid(op, what, format!("of type {got}"), names.join(" or ")))
 }
 
-fn matrix(op: &'static str, what: &str, shape: &[usize]) -> Result<(usize, usize)> {
+pub(super) fn matrix(op: &'static str, what: &str, shape: &[usize]) -> Result<(usize, usize)> {
     match *shape {
         [rows, columns] => Ok((rows, columns)),
         _ => Err(Error::invalid(op, what, format!("of shape {shape:?}"), "two dimensions")),
     }
 }
 
-fn same_shape(op: &'static str, what: &str, got: &[usize], of: &str, shape: &[usize]) -> Result<()> {
+pub(super) fn same_shape(op: &'static str, what: &str, got: &[usize], of: &str, shape: &[usize]) -> Result<()> {
     if got == shape {
         return Ok(());
     }
     Err(Error::invalid(op, what, format!("of shape {got:?}"), format!("{shape:?}, as {of}")))
 }
 
-fn shape_is_column(op: &'static str, what: &str, shape: &[usize], num_tokens: usize) -> Result<()> {
+pub(super) fn shape_is_column(op: &'static str, what: &str, shape: &[usize], num_tokens: usize) -> Result<()> {
     if *shape == [num_tokens] || *shape == [num_tokens, 1] {
         return Ok(());
     }
@@ -226,13 +226,18 @@ fn geometry(dtype: DType, shape: &[usize], strides: &[usize]) -> (usize, usize, 
     (num_rows, row_bytes, if num_rows > 1 && columns > 0 { stride * size } else { row_bytes })
 }
 
-fn rows<'a, S: Space>(op: &'static str, space: &S, what: &str, view: TensorView<'a>) -> Result<RowsIn<'a, S>> {
+pub(super) fn rows<'a, S: Space>(op: &'static str, space: &S, what: &str, view: TensorView<'a>) -> Result<RowsIn<'a, S>> {
     let (num_rows, row_bytes, stride_bytes) = geometry(view.dtype(), view.shape(), view.strides());
     Ok(Rows { memory: space.read(op, what, view)?, dtype: view.dtype(), num_rows, row_bytes, stride_bytes })
 }
 
 /// `None` when the view has no element.
-fn rows_mut<'a, S: Space>(op: &'static str, space: &S, what: &str, view: &'a mut TensorViewMut<'_>) -> Result<Option<RowsOut<'a, S>>> {
+pub(super) fn rows_mut<'a, S: Space>(
+    op: &'static str,
+    space: &S,
+    what: &str,
+    view: &'a mut TensorViewMut<'_>,
+) -> Result<Option<RowsOut<'a, S>>> {
     let (num_rows, row_bytes, stride_bytes) = geometry(view.dtype(), view.shape(), view.strides());
     let dtype = view.dtype();
     if stride_bytes < row_bytes {

@@ -12,7 +12,7 @@ use crate::tensor::DType;
 
 /// Gates that are made at a time: enough for the vectors of their last steps, and little to keep (arbitrary above 16; a multiple of the rows
 /// that share a load).
-const BATCH: usize = 64;
+pub(super) const BATCH: usize = 64;
 /// A part reads and writes at least this much: below, waking another thread costs more than it gives (arbitrary within a factor of two or
 /// so: a thread reads about this much in the few microseconds that a wake-up takes).
 const PART_BYTES: usize = 128 << 10;
@@ -94,7 +94,7 @@ pub(super) fn sigmoid_mul(cpu: &Cpu, s: Rows<&[u8]>, g: Rows<&[u8]>, rounding: R
     });
 }
 
-fn rows_per_part(cpu: &Cpu, num_rows: usize, bytes_per_row: usize) -> usize {
+pub(super) fn rows_per_part(cpu: &Cpu, num_rows: usize, bytes_per_row: usize) -> usize {
     let least = PART_BYTES.div_ceil(bytes_per_row.max(1));
     let even = num_rows.div_ceil(PARTS_PER_THREAD * cpu.num_threads());
     // Whole batches leave no odd rows at the end of a part, unless a batch is long.
@@ -102,7 +102,7 @@ fn rows_per_part(cpu: &Cpu, num_rows: usize, bytes_per_row: usize) -> usize {
 }
 
 /// Calls `work(first row, bytes from there to the end of the part)` for each part of the output, on the backend's threads.
-fn for_each_part(cpu: &Cpu, out: RowsMut<&mut [u8]>, rows_per_part: usize, work: impl Fn(usize, &mut [u8]) + Sync + Send) {
+pub(super) fn for_each_part(cpu: &Cpu, out: RowsMut<&mut [u8]>, rows_per_part: usize, work: impl Fn(usize, &mut [u8]) + Sync + Send) {
     use rayon::prelude::*;
     if cpu.is_serial() || out.num_rows <= rows_per_part {
         return work(0, out.memory);
@@ -112,7 +112,7 @@ fn for_each_part(cpu: &Cpu, out: RowsMut<&mut [u8]>, rows_per_part: usize, work:
 }
 
 /// Calls `store(i, gates of the rows first + i ..)` for batches of `num_rows` rows from `first` on.
-fn for_each_batch(cpu: &Cpu, gates: &Gates<&[u8]>, first: usize, num_rows: usize, mut store: impl FnMut(usize, &[f32])) {
+pub(super) fn for_each_batch(cpu: &Cpu, gates: &Gates<&[u8]>, first: usize, num_rows: usize, mut store: impl FnMut(usize, &[f32])) {
     let one = |row: &[u8], dtype: DType| {
         let mut value = [0.0];
         convert::widen(cpu.level(), dtype, row, &mut value);

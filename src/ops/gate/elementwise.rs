@@ -48,6 +48,8 @@ macro_rules! at_each_level {
     };
 }
 
+pub(super) use at_each_level;
+
 at_each_level! {
     /// Makes gates of sums, in place. `addends` has a number for each, or none at all.
     gates = gates_loops(steps: &Steps, addends: &[f32], values: &mut [f32])
@@ -64,7 +66,7 @@ at_each_level! {
 }
 
 /// Elements of one type as loops see them.
-trait Format {
+pub(super) trait Format {
     const SIZE: usize;
     fn read(bytes: &[u8]) -> f32;
     fn write(value: f32, bytes: &mut [u8]);
@@ -72,9 +74,9 @@ trait Format {
     fn round(value: f32) -> f32;
 }
 
-struct Bf16;
-struct F16;
-struct F32;
+pub(super) struct Bf16;
+pub(super) struct F16;
+pub(super) struct F32;
 
 impl Format for Bf16 {
     const SIZE: usize = 2;
@@ -135,6 +137,8 @@ macro_rules! with_format {
         }
     };
 }
+
+pub(super) use with_format;
 
 #[inline(always)]
 fn gates_loops(steps: &Steps, addends: &[f32], values: &mut [f32]) {

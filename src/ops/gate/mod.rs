@@ -7,6 +7,8 @@
 //! | [`gate_mul_add`] | `out + g * s` |
 //! | [`gate_append_topk`] | `g` and the shared expert's id behind the routed top-k |
 //! | [`sigmoid_mul`] | `sigmoid(g) * s` of a `g` that is already there |
+//! | [`gate_backward`] | the gradients of the logit, `x`, `w` and the bias, from that of `g` |
+//! | [`gate_mul_backward`] | the gradients of `g` and `s`, from that of `g * s` |
 //!
 //! # What is computed, and where it is rounded
 //!
@@ -38,6 +40,7 @@
 //! type of `x` or f32; so have `bias [1]` and `addend [T]` or `[T, 1]`. `s [T, N]` has the type of `x` or f32 and the result the type of `s`.
 //! Any T, K and N may be 0. The rows of a result must not overlap.
 
+mod backward;
 mod check;
 mod cpu;
 mod dot;
@@ -46,6 +49,8 @@ mod gpu;
 mod tuning;
 mod vector;
 mod view;
+
+pub use backward::{GateGradients, GateMulGradients, gate_backward, gate_mul_backward};
 
 use crate::backend::Backend;
 use crate::error::Result;

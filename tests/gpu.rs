@@ -1,0 +1,90 @@
+//! The GPU runtime, on a GPU. Without one (or without NVRTC, for trials that only compile) these trials are ignored; when `MOE_BACKEND` asks for
+//! CUDA they fail instead. They need no files.
+
+use std::sync::{PoisonError, RwLock};
+
+use libtest_mimic::{Failed, Trial};
+use moe_kernels::gpu::{Device, Nvrtc, Stream};
+
+pub mod child;
+mod compile;
+mod costs;
+#[cfg(feature = "cudarc")]
+mod cudarc;
+mod entries;
+mod gate;
+mod graphs;
+mod kernels;
+mod launches;
+mod memory;
+mod raw;
+mod streams;
+
+type Outcome = Result<(), Failed>;
+type Test = fn() -> Outcome;
+
+/// What a trial needs beside this program.
+#[derive(Clone, Copy)]
+enum Needs {
+    /// A GPU and NVRTC.
+    Gpu,
+    /// The same, and nothing of this process on the GPU beside it: for figures, and for what concerns the whole context.
+    GpuAlone,
+    /// NVRTC.
+    Compiler,
+}
+
+/// Held by every trial while it runs: alone, or together with others.
+static TURN: RwLock<()> = RwLock::new(());
+
+/// Every trial of this module.
+pub fn trials() -> Vec<Trial> {
+    let is_asked_for = std::env::var("MOE_BACKEND").is_ok_and(|name| name.starts_with("cuda"));
+    let has_compiler = Nvrtc::get().is_ok();
+    let has_gpu = has_compiler && Device::count().is_ok_and(|num| num > 0);
+    let modules: [&[(&str, Needs, Test)]; 8] =
+        [compile::TRIALS, costs::TRIALS, entries::TRIALS, gate::TRIALS, graphs::TRIALS, launches::TRIALS, memory::TRIALS, streams::TRIALS];
+    #[cfg(not(feature = "cudarc"))]
+    let adapters: &[(&str, Needs, Test)] = &[];
+    #[cfg(feature = "cudarc")]
+    let adapters = cudarc::TRIALS;
+    let all = modules.into_iter().flatten().chain(adapters).copied();
+    all.map(|(name, needs, test)| {
+        let is_possible = match needs {
+            Needs::Gpu | Needs::GpuAlone => has_gpu,
+            Needs::Compiler => has_compiler,
+        };
+        let run = move || match needs {
+            Needs::GpuAlone => {
+                let _turn = TURN.write().unwrap_or_else(PoisonError::into_inner);
+                test()
+            }
+            Needs::Gpu | Needs::Compiler => {
+                let _turn = TURN.read().unwrap_or_else(PoisonError::into_inner);
+                test()
+            }
+        };
+        Trial::test(format!("gpu::{name}"), run).with_ignored_flag(!is_possible && !is_asked_for)
+    })
+    .collect()
+}
+
+/// A figure, for whoever reads the output.
+fn report(line: impl std::fmt::Display) {
+    println!("    gpu: {line}");
+}
+
+fn ensure(condition: bool, message: impl Into<String>) -> Outcome {
+    if condition { Ok(()) } else { Err(message.into().into()) }
+}
+
+fn same<T: PartialEq + std::fmt::Debug>(what: &str, got: T, want: T) -> Outcome {
+    if got == want { Ok(()) } else { Err(format!("{what} is {got:?}, expected {want:?}").into()) }
+}
+
+/// The first GPU, with a stream of the trial's own.
+fn gpu() -> Result<(Device, Stream), Failed> {
+    let device = Device::open(0)?;
+    let stream = Stream::new(&device)?;
+    Ok((device, stream))
+}

@@ -1,0 +1,58 @@
+#!/usr/bin/env bash
+# Checks of the kernels under compute-sanitizer: out of bounds, races, wrong barriers, reads of memory that nobody wrote.
+#
+#   tests/sanitize.sh [PROGRAM] [FILTER...]
+#
+# PROGRAM is the program `moe` [target/release/moe]; each FILTER is a part of names of groups of `moe check` (see there). Needs a GPU and the CUDA
+# toolkit; takes less than two minutes. Fails when a tool finds anything, or when a check fails.
+set -euo pipefail
+
+program=${1:-target/release/moe}
+shift || true
+# One group of each form and of each mapping of rows to blocks; a group more of a type changes no access.
+filters=("$@")
+[ ${#filters[@]} -gt 0 ] || filters=("gate gate bf16 bf16 fused" "gate gate_mul_add bf16 f32 framework" "gate gate_append_topk f16 f16 fused" "gate sigmoid_mul f32 f32 framework")
+
+sanitizer=$(command -v compute-sanitizer || true)
+for folder in "${CUDA_HOME:-}" /usr/local/cuda; do
+    [ -n "$sanitizer" ] || ! [ -x "$folder/bin/compute-sanitizer" ] || sanitizer=$folder/bin/compute-sanitizer
+done
+if [ -z "$sanitizer" ]; then
+    printf 'error: compute-sanitizer is neither in PATH nor in CUDA_HOME or /usr/local/cuda\n' >&2
+    exit 1
+fi
+
+logs=$(mktemp -d)
+trap 'rm -rf "$logs"' EXIT
+
+# Runs one tool over every filter.
+run() {
+    local tool=$1 filter start=$SECONDS
+    shift
+    for filter in "${filters[@]}"; do
+        # Other libraries' memory is not ours to judge: no check of leaks.
+        if ! "$sanitizer" --tool "$tool" --error-exitcode 9 --print-limit 10 "$@" "$program" check --backend cuda --filter "$filter"; then
+            printf '=== %s: FAILED at `%s`\n' "$tool" "$filter"
+            return 1
+        fi
+    done
+    printf '=== %s: clean, %d s\n' "$tool" $((SECONDS - start))
+}
+
+# The tools do not disturb each other, so all run at once.
+tools=(memcheck racecheck synccheck initcheck)
+pids=()
+for tool in "${tools[@]}"; do
+    run "$tool" >"$logs/$tool" 2>&1 &
+    pids+=($!)
+done
+status=0
+for i in "${!tools[@]}"; do
+    wait "${pids[$i]}" || status=1
+    if [ "$(tail -1 "$logs/${tools[$i]}" | grep -c clean)" = 1 ]; then
+        tail -1 "$logs/${tools[$i]}"
+    else
+        cat "$logs/${tools[$i]}"
+    fi
+done
+exit $status
