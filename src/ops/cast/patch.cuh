@@ -14,6 +14,15 @@ constexpr u32 OUT_WORDS = PATCH * OUT / 4;
 static_assert(TILE_COLUMNS % 64 == 0 && TILE_ROWS % 16 == 0, "A group of 32 lanes holds whole rows of patches, a column whole vectors.");
 static_assert((ACROSS & (ACROSS - 1)) == 0, "Lanes are told apart by bits.");
 
+// Only FP8 has scales of its own.
+template <class T, bool IS_FP8> struct Largest {
+    static constexpr float VALUE = 1.0f;
+};
+template <class T> struct Largest<T, true> {
+    static constexpr float VALUE = T::LARGEST_VALUE;
+};
+constexpr float LARGEST_VALUE = Largest<TO, OUT == 1>::VALUE;
+
 struct Patch {
     u32 word[PATCH][IN_WORDS];
 };
@@ -78,6 +87,12 @@ template <> DEVICE u32 greater<f16>(u32 greatest, u32 word) {
 template <> DEVICE u32 greatest_bits<f16>(u32 greatest) {
     const u32 low = greatest & 0xFFFF, high = greatest >> 16;
     return bits_of(widen<f16>(f16{(u16)(low > high ? low : high)}));
+}
+
+// The widest pieces that row starts and lengths take: 16 bytes at most.
+DEVICE u32 piece_of(u64 address, u64 stride, u32 row_bytes) {
+    const u32 bits = (u32)address | (u32)stride | row_bytes | 16;
+    return bits & (0 - bits);
 }
 
 // Loads a patch; elements outside of `num_rows` and `valid_bytes` of a row are 0. With ALIGNED, rows are whole vectors.

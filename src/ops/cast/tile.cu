@@ -8,7 +8,7 @@
 // Sync       block barriers; amax by atomic maximum, one a part
 // Requires   checked views; pad_rows 1, 16, 32 or 128; fewer than 2^31 rows and columns, fewer than 2^32 padded rows
 //
-// Constants: FROM, TO (types), ROW, COLUMN, LIST, ALIGNED (bools), TILE_ROWS, TILE_COLUMNS, TILES_DOWN, MAX_MATRICES, BLOCKS (resident in a
+// Constants: FROM, TO (types), ROW, COLUMN, LIST, CURRENT, ALIGNED (bools), TILE_ROWS, TILE_COLUMNS, TILES_DOWN, MAX_MATRICES, BLOCKS (resident in a
 // multiprocessor).
 
 #if PLATFORM_AMD
@@ -17,25 +17,14 @@ extern __attribute__((shared)) u64 shared_tile[];
 extern __shared__ __align__(16) u64 shared_tile[];
 #endif
 
-DEVICE float scale_of(const float* scale) {
-    return scale == nullptr ? 1.0f : *scale;
-}
-
 // 1 / scale of every matrix, by the first block.
 DEVICE void store_inverses(const Parameters& p) {
     for (u32 i = thread_idx(); i < p.num_matrices; i += NUM_THREADS) {
         const Matrix& m = p.matrices[LIST ? i : 0];
         if (m.scale_inv != nullptr) {
-            const u32 at = LIST ? 0 : i;
-            m.scale_inv[at] = 1.0f / scale_of(m.scale == nullptr ? nullptr : m.scale + at);
+            m.scale_inv[LIST ? 0 : i] = 1.0f / scale_of(p, m.scale, LIST ? 0 : i);
         }
     }
-}
-
-// The widest pieces that row starts and lengths take: 16 bytes at most.
-DEVICE u32 piece_of(u64 address, u64 stride, u32 row_bytes) {
-    const u32 bits = (u32)address | (u32)stride | row_bytes | 16;
-    return bits & (0 - bits);
 }
 
 KERNEL_FITTING(NUM_THREADS, BLOCKS) cast_tile(PARAMETERS(Parameters) p) {
@@ -47,7 +36,7 @@ KERNEL_FITTING(NUM_THREADS, BLOCKS) cast_tile(PARAMETERS(Parameters) p) {
         return;
     }
     const u32 thread = thread_idx(), across = thread % ACROSS, down = thread / ACROSS;
-    Search search = {0, 0, 0};
+    Search search = {};
     if (thread < 32) {
         const Parts parts = parts_of_block(p, thread, search);
         if (parts.next < parts.end) {
@@ -66,7 +55,7 @@ KERNEL_FITTING(NUM_THREADS, BLOCKS) cast_tile(PARAMETERS(Parameters) p) {
         const Matrix& m = p.matrices[LIST ? found.matrix : 0];
         const u32 num_rows = found.num_rows, num_valid = found.num_valid, matrix = found.matrix;
         const u32 num_columns = found.num_columns;
-        const float scale = scale_of(m.scale == nullptr ? nullptr : m.scale + (LIST ? 0 : matrix));
+        const float scale = scale_of(p, m.scale, LIST ? 0 : matrix);
         const u32 left = across * PATCH < num_columns ? num_columns - across * PATCH : 0;
         const u32 columns_here = left < PATCH ? left : PATCH;
         const u8* x = found.x + down * PATCH * m.x_stride + across * PATCH * IN;
