@@ -217,7 +217,7 @@ KERNEL_FITTING(NUM_THREADS, BLOCKS) cast_blocks(PARAMETERS(Parameters) p) {
                 for (u32 r = 0; r < PATCH; r++) {
                     narrow_row(patch.word[r], [&](u32 c) { return factors[c]; }, narrowed[r]);
                 }
-                put_patch(shared_tile, narrowed, across, down * PATCH);
+                put_patch(shared_tile, narrowed, across, down);
             }
         }
         u8* const column = found.column;

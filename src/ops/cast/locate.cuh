@@ -4,8 +4,6 @@
 // and elements of a line that share a scale; 0 without block scales), STORED (how they are stored).
 
 constexpr bool HAS_SCALES = BLOCK_LENGTH > 0;
-// Parts begin at multiples of as many rows (16: derived, so that columns of whole vectors stay whole).
-constexpr u32 UNIT_ROWS = HAS_SCALES ? GROUP_ROWS : 16;
 
 template <bool> struct MatrixScales {};
 // Each may be null; strides in bytes, from row to row.
@@ -156,11 +154,11 @@ template <class P, class M> DEVICE void place_scales(P& part, const M& m, u32 nu
     part.column_scales.block_stride = IS_ROW_MAJOR ? STORED_BYTES : column_stride;
 }
 
-// Cuts `l` of the parts of a matrix: strips of columns one after the other, parts of a strip from top to bottom, as even as units allow.
+// Cuts `l` of the parts of a matrix: strips of columns one after the other, parts of a strip from top to bottom, as even as whole tiles allow.
 DEVICE Part cut(const Matrix& m, u32 matrix, u32 num_valid, u32 num_rows, u32 l, const Search& before) {
     const u32 num_down = quotient_up(num_rows, GROUP_ROWS), strip = l / num_down, k = l % num_down;
-    const u32 units = quotient_up(num_rows, UNIT_ROWS), least = units / num_down, larger = units % num_down;
-    const u32 first_row = (k * least + (k < larger ? k : larger)) * UNIT_ROWS, reach = first_row + (least + (k < larger)) * UNIT_ROWS;
+    const u32 units = quotient_up(num_rows, TILE_ROWS), least = units / num_down, larger = units % num_down;
+    const u32 first_row = (k * least + (k < larger ? k : larger)) * TILE_ROWS, reach = first_row + (least + (k < larger)) * TILE_ROWS;
     const u32 end = reach < num_rows ? reach : num_rows;
     Part part;
     part.matrix = matrix;

@@ -147,7 +147,7 @@ DEVICE u64 unit_of(u32 low, u32 high) {
     return low | (u64)high << 32;
 }
 
-// Passes on a patch of rounded elements.
+// Passes on a patch of rounded elements, the `down`-th from the top of the part.
 DEVICE void put_patch(u64* tile, const u32 (&rows)[PATCH][OUT_WORDS], u32 across, u32 down) {
     const u32 column = across * PATCH, unit = down * OUT;
     if constexpr (OUT == 1) {

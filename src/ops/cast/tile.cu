@@ -91,7 +91,7 @@ KERNEL_FITTING(NUM_THREADS, BLOCKS) cast_tile(PARAMETERS(Parameters) p) {
                     to += m.row_stride;
                 }
                 if (COLUMN) {
-                    put_patch(shared_tile, narrowed, across, at);
+                    put_patch(shared_tile, narrowed, across, at / PATCH);
                 }
             }
             x += TILE_ROWS * m.x_stride;
