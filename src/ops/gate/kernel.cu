@@ -62,9 +62,9 @@ struct Parameters {
     u64 k;
     u32 flags;
     float scale;
-    u64 num_tokens;
-
     char* out;
+
+    u64 num_tokens;
     u64 out_stride;
     union {
         const char* s; // of the forms with rows
@@ -127,16 +127,16 @@ template <class T, Reuse REUSE, class I> DEVICE void load_eight(Eight<T>& eight,
     } else {
 #pragma unroll
         for (int e = 0; e < EIGHT; e++) {
-            if (i + e < k) set_element<T>(eight, e, ((const T*)at)[e]);
+            if (i + e < k) set_element<T>(eight, e, load_element<T>(at + e * sizeof(T)));
         }
     }
 }
 
-template <class T, int N> DEVICE void settle(Eight<T> (&eight)[N]) {
+template <class T> DEVICE void bitwise_or(Eight<T>& eight, u32 bits) {
 #pragma unroll
-    for (int i = 0; i < N; i++) {
+    for (int v = 0; v < (int)(sizeof(T) / 2); v++) {
 #pragma unroll
-        for (int v = 0; v < (int)(sizeof(T) / 2); v++) settle(eight[i].vec[v]);
+        for (int i = 0; i < 4; i++) eight.vec[v].word[i] |= bits;
     }
 }
 
@@ -173,14 +173,14 @@ template <class T> DEVICE void store_eight(char* at, u32 i, u32 n, const float (
     } else {
 #pragma unroll
         for (int e = 0; e < EIGHT; e++) {
-            if (i + e < n) ((T*)at)[e] = narrow<T>(value[e]);
+            if (i + e < n) store_element<T>(at + e * sizeof(T), narrow<T>(value[e]));
         }
     }
 }
 
 // One element of type X, or f32.
 DEVICE float load_x_or_f32(const char* at, bool is_f32) {
-    return is_f32 ? *(const float*)at : widen<X>(*(const X*)at);
+    return is_f32 ? load_element<f32>(at) : widen<X>(load_element<X>(at));
 }
 
 // Pairs of neighbours, as often as the number of terms halves to 1.
@@ -267,7 +267,9 @@ KERNEL(THREADS) gate(PARAMETERS(Parameters) p) {
     if constexpr (HAS_DOT && WEIGHTS_AT_ONCE) load_batch<W, Reuse::CONSTANT>(w, w_at, first, k);
     // The address is made before the wait, and the weights are on their way: an instruction may move across the wait, but not across a branch.
     const char* x_at = p.x + t * p.x_stride + first * sizeof(X);
+    char* out_row = p.out + t * p.out_stride;
     settle(x_at);
+    if constexpr (!HAS_ROWS) settle(out_row);
     if (t >= p.num_tokens) {
         wait_for_dependencies();
         launch_dependents();
@@ -282,9 +284,6 @@ KERNEL(THREADS) gate(PARAMETERS(Parameters) p) {
     }
     float bias = -0.0f, addend = -0.0f;
     if (HAS_DOT && flags & HAS_BIAS) bias = load_x_or_f32(p.bias, flags & BIAS_F32);
-    // Between two branches, so that its parameters arrive while x does: not before x is asked for, nor after it has come.
-    char* out_row = p.out + t * p.out_stride;
-    settle(out_row);
     if (HAS_DOT && flags & HAS_ADDEND) addend = load_x_or_f32(p.addend + t * p.addend_stride, flags & ADDEND_F32);
 
     // The columns of this block; the first of them are read while the dot is made.
@@ -303,9 +302,16 @@ KERNEL(THREADS) gate(PARAMETERS(Parameters) p) {
 #pragma unroll
         for (int v = 0; v < NUM_KEPT; v++) load_columns(column(v), s[v], before[v]);
     }
-    // Everything is on its way.
+    // Arithmetic on x would be put before the loads of s, and wait there. It cannot be when it needs the address of s, whose upper bits are 0 (spec:
+    // 57 bits of address at most).
+    if constexpr (HAS_ROWS && HAS_DOT) {
+        const u32 zero = (u32)((u64)s_at >> 60);
 #pragma unroll
-    for (int b = 0; b < BATCH; b++) settle(x[b]);
+        for (int b = 0; b < BATCH; b++) {
+#pragma unroll
+            for (int v = 0; v < VECTORS; v++) bitwise_or(x[b][v], zero);
+        }
+    }
 
     float g;
     if constexpr (HAS_DOT) {
@@ -359,7 +365,7 @@ KERNEL(THREADS) gate(PARAMETERS(Parameters) p) {
         sum += 0.0f;
         g = flags & OPTIONS ? gate_with_options(sum, bias, addend, flags, p.scale) : sigmoid(sum);
     } else if constexpr (FORM == SIGMOID_MUL) {
-        g = sigmoid(widen<W>(*(const W*)(p.w + t * p.w_stride)));
+        g = sigmoid(widen<W>(load_element<W>(p.w + t * p.w_stride)));
         if (flags & FRAMEWORK) g = round_to<W>(g);
     } else {
         g = 1.0f;
@@ -367,13 +373,13 @@ KERNEL(THREADS) gate(PARAMETERS(Parameters) p) {
 
     if constexpr (!HAS_ROWS) {
         if (lane != 0) return;
-        *(S*)out_row = narrow<S>(g);
+        store_element<S>(out_row, narrow<S>(g));
         if (flags & HAS_IDX) {
             char* idx = p.idx + t * p.idx_stride;
             if (flags & IDX_I64) {
-                *(i64*)idx = (i64)p.shared_expert;
+                store_u64(idx, p.shared_expert);
             } else {
-                *(i32*)idx = (i32)p.shared_expert;
+                store_u32(idx, (u32)p.shared_expert);
             }
         }
     } else {
