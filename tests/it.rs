@@ -19,6 +19,7 @@ mod gate_torch;
 mod golden;
 mod gpu;
 mod hygiene;
+mod inspect;
 mod layer;
 mod model;
 mod router;
@@ -48,6 +49,7 @@ fn main() -> ExitCode {
         golden::trials,
         gpu::trials,
         hygiene::trials,
+        inspect::trials,
         layer::trials,
         model::trials,
         router::trials,

@@ -4,6 +4,7 @@
 mod bench;
 mod check;
 mod info;
+mod inspect;
 mod output;
 mod run;
 
@@ -39,6 +40,8 @@ enum Command {
     Bench(bench::Arguments),
     /// Describe the machine: CPU, memory, GPUs, versions, cache folder
     Info(info::Arguments),
+    /// Registers, spills and sizes of each GPU kernel on each architecture, compiled here without a GPU
+    Inspect(inspect::Arguments),
 }
 
 fn main() -> ExitCode {
@@ -55,6 +58,7 @@ fn main() -> ExitCode {
         Some(Command::Bench(arguments)) => bench::bench(&arguments, &mut output),
         Some(Command::Check(arguments)) => check::check(&arguments, &mut output),
         Some(Command::Info(arguments)) => info::info(&arguments, &mut output),
+        Some(Command::Inspect(arguments)) => inspect::inspect(&arguments, &mut output),
         Some(Command::Run(arguments)) => run::run(&arguments, &mut output),
         None => run::run(&arguments.run, &mut output),
     };

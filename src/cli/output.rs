@@ -110,6 +110,11 @@ pub fn error(error: &Error) {
     let _ = writeln!(io::stderr().lock(), "error: {error}");
 }
 
+/// Prints a line on stderr that is no error of its own.
+pub fn warning(text: &str) {
+    let _ = writeln!(io::stderr().lock(), "{text}");
+}
+
 /// A progress bar on stderr that appears after a second, never where stderr is no terminal, and is gone when it is dropped.
 pub struct Progress {
     bar: ProgressBar,

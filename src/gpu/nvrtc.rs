@@ -92,8 +92,10 @@ impl Nvrtc {
         };
         let (text, name) = (c_string("source", text)?, c_string("name", &format!("{kernel}.cu"))?);
         let arch = format!("--gpu-architecture={arch}");
-        let options =
-            OPTIONS.iter().copied().chain([arch.as_str()]).map(|option| c_string("option", option)).collect::<Result<Vec<_>>>()?;
+        // Spec (NVRTC 12.9): from then on it has a cache of its own, and what comes from there has no report of registers in its log.
+        let own_cache = (self.version()? >= (12, 9)).then_some("--no-cache");
+        let options = OPTIONS.iter().copied().chain(own_cache).chain([arch.as_str()]);
+        let options = options.map(|option| c_string("option", option)).collect::<Result<Vec<_>>>()?;
         let options: Vec<*const c_char> = options.iter().map(|option| option.as_ptr()).collect();
         let none = std::ptr::null();
         let mut program = Unit { nvrtc: self, raw: std::ptr::null_mut() };

@@ -46,6 +46,25 @@ impl Places {
             roots: vec![PathBuf::from("/usr/local"), PathBuf::from("/opt")],
         }
     }
+
+    /// Folders that may hold Python packages, those named by the user first.
+    pub(super) fn python_packages(&self) -> Vec<PathBuf> {
+        let mut packages = self.python_paths.clone();
+        for prefix in &self.python_prefixes {
+            for version in sorted(&prefix.join("lib"), |name| name.starts_with("python3")) {
+                packages.extend(["site-packages", "dist-packages"].map(|packages| version.join(packages)));
+            }
+        }
+        packages
+    }
+}
+
+/// Entries of a folder whose names are accepted, the last name first.
+fn sorted(folder: &Path, accept: impl Fn(&str) -> bool) -> Vec<PathBuf> {
+    let entries = fs::read_dir(folder).into_iter().flatten().flatten();
+    let mut names: Vec<String> = entries.filter_map(|entry| entry.file_name().into_string().ok()).filter(|name| accept(name)).collect();
+    names.sort_by(|a, b| b.cmp(a));
+    names.into_iter().map(|name| folder.join(name)).collect()
 }
 
 impl ToolkitLibrary {
@@ -67,25 +86,12 @@ impl ToolkitLibrary {
     }
 
     fn usual(&self, places: &Places) -> Vec<PathBuf> {
-        let sorted = |folder: &Path, accept: &dyn Fn(&str) -> bool| {
-            let entries = fs::read_dir(folder).into_iter().flatten().flatten();
-            let mut names: Vec<String> =
-                entries.filter_map(|entry| entry.file_name().into_string().ok()).filter(|name| accept(name)).collect();
-            names.sort_by(|a, b| b.cmp(a));
-            names.into_iter().map(|name| folder.join(name)).collect::<Vec<_>>()
-        };
         let mut folders = Vec::new();
-        let toolkits = places.roots.iter().flat_map(|root| sorted(root, &|name| name.starts_with("cuda")));
+        let toolkits = places.roots.iter().flat_map(|root| sorted(root, |name| name.starts_with("cuda")));
         for toolkit in places.toolkits.iter().cloned().chain(toolkits) {
             folders.extend(["lib64", "lib", "targets/x86_64-linux/lib", "targets/sbsa-linux/lib"].map(|lib| toolkit.join(lib)));
         }
-        let mut packages = places.python_paths.clone();
-        for prefix in &places.python_prefixes {
-            for version in sorted(&prefix.join("lib"), &|name| name.starts_with("python3")) {
-                packages.extend(["site-packages", "dist-packages"].map(|packages| version.join(packages)));
-            }
-        }
-        for packages in packages {
+        for packages in places.python_packages() {
             folders.extend(self.packages.map(|lib| packages.join(lib)));
         }
         let bare = self.names.map(PathBuf::from);
