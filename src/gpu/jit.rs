@@ -40,9 +40,12 @@ pub struct Compiled {
     pub time: Duration,
 }
 
+/// By device and spec.
+type Loaded<S> = HashMap<(u32, S), Kernel, BuildHasherDefault<Mixer>>;
+
 /// The kernels of one operation that are loaded, by device and spec. Made as a `static`.
 pub struct Kernels<S: Spec> {
-    loaded: RwLock<Option<HashMap<(u32, S), Kernel, BuildHasherDefault<Mixer>>>>,
+    loaded: RwLock<Option<Loaded<S>>>,
 }
 
 /// A hash of the few small fields of a spec, a multiplication for each: looking a kernel up is a part of every hot call, and nobody chooses specs

@@ -131,7 +131,7 @@ pub fn resources(entry: &str, assembly: &str) -> Result<Resources, String> {
     let missing = |what: &str| format!("no {what} of `{entry}` in the assembly");
     let (_, metadata) = assembly.split_once("\n\t.amdgpu_metadata\n").ok_or_else(|| missing("metadata"))?;
     // A list of maps, one of each kernel (spec: AMDGPU usage, code object metadata); a deeper list, of arguments, is indented further.
-    let fields = |kernel: &'_ str| -> Vec<(String, String)> {
+    let fields = |kernel: &str| -> Vec<(String, String)> {
         let lines = kernel.lines().filter(|line| !line.starts_with("     "));
         lines.filter_map(|line| line.trim().split_once(':')).map(|(key, value)| (key.to_owned(), value.trim().to_owned())).collect()
     };

@@ -25,6 +25,7 @@ use super::jit;
 use super::nvrtc::Nvrtc;
 use super::program::{Program, Source, Targets};
 use crate::error::{Error, Result};
+use crate::ops;
 
 pub use arch::{Arch, Vendor};
 pub use clang::Clang;
@@ -33,8 +34,8 @@ pub use table::{cells, difference, markdown};
 
 /// Every kernel with every set of constants that is shipped, by operation.
 pub fn catalogue() -> Vec<Program> {
-    const OPERATIONS: [fn() -> Vec<Program>; 1] = [crate::ops::gate::programs];
-    OPERATIONS.iter().flat_map(|programs| programs()).collect()
+    let operations: [fn() -> Vec<Program>; 1] = [ops::gate::programs];
+    operations.iter().flat_map(|programs| programs()).collect()
 }
 
 /// What a compiler says a kernel needs.

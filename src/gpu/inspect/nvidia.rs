@@ -24,10 +24,9 @@ pub fn resources(entry: &str, log: &str, image: &[u8]) -> Result<Resources, Stri
 
 /// The number that stands before `unit` in a line: 7 in `Used 7 registers, used 0 barriers`.
 fn number_before(line: &str, unit: &str) -> Option<u32> {
-    let (before, after) = line.split_once(&format!(" {unit}"))?;
-    let is_whole_unit = !after.starts_with(|c: char| c.is_alphanumeric());
+    let (before, _) = line.split_once(&format!(" {unit}"))?;
     let start = before.rfind(|c: char| !c.is_ascii_digit()).map_or(0, |at| at + 1);
-    before[start..].parse().ok().filter(|_| is_whole_unit)
+    before[start..].parse().ok()
 }
 
 /// Bytes of a section of an ELF64 file, little-endian (spec: System V ABI, object files).

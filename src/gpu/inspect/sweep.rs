@@ -4,6 +4,8 @@
 use super::{Arch, Compilers, pairs};
 use crate::error::{Error, Result};
 use crate::gpu::Program;
+use crate::ops;
+use crate::tensor::DType;
 
 /// What is varied, and what others published of it.
 pub struct Sweep {
@@ -16,16 +18,16 @@ pub struct Sweep {
     /// Of what the published numbers are.
     pub published_as: &'static str,
     /// The values, with registers and spilled registers as published.
-    pub published: &'static [(u32, (u32, u32))],
+    pub published: &'static [(u16, (u32, u32))],
     /// The kernel with a value.
-    pub program: fn(u32) -> Program,
+    pub program: fn(u16) -> Program,
 }
 
 /// A value of a sweep.
 #[derive(Debug, Clone, PartialEq, Eq, serde::Serialize)]
 pub struct Point {
     /// What was varied.
-    pub value: u32,
+    pub value: u16,
     /// Registers and spilled registers as published.
     pub published: (u32, u32),
     /// Registers and spills (bytes of stores on NVIDIA, registers on AMD) on each architecture of the sweep; `None` without its compiler.
@@ -37,11 +39,11 @@ impl Sweep {
     pub fn all() -> Vec<Self> {
         vec![Sweep {
             name: "elements-per-lane",
-            what: "The dot of one row by one team, each lane of which holds so many elements of x and w (bf16) before it adds.",
+            what: "The gate's dot in one tile: each lane holds so many bf16 elements of a row before it adds them.",
             archs: &["gfx1151", "gfx950", "sm_90a"],
-            published_as: "one-tile dot on gfx1151",
+            published_as: "gfx1151, published",
             published: &[(32, (65, 0)), (64, (99, 0)), (128, (175, 0)), (256, (256, 257)), (512, (256, 829))],
-            program: |elements| crate::ops::gate::one_tile_program(crate::DType::BF16, elements as u16),
+            program: |elements_per_lane| ops::gate::one_tile_program(DType::BF16, elements_per_lane),
         }]
     }
 

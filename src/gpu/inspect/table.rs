@@ -30,10 +30,10 @@ memory of a thread. Shared memory: static and dynamic bytes of a block. Code: by
 }
 
 /// A row of a table: kernel, architecture, registers of how many, scalar registers, spills, stack, shared memory, code.
-pub fn cells(report: &Report) -> Vec<String> {
+pub fn cells(report: &Report) -> [String; 8] {
     let resources = &report.resources;
     let or_dash = |number: Option<u32>| number.map_or("-".to_owned(), |number| number.to_string());
-    vec![
+    [
         report.kernel.clone(),
         report.arch.clone(),
         format!("{} of {}", resources.registers, or_dash(report.max_registers)),
