@@ -34,7 +34,7 @@ pub use table::{cells, difference, markdown};
 
 /// Every kernel with every set of constants that is shipped, by operation.
 pub fn catalogue() -> Vec<Program> {
-    let operations: [fn() -> Vec<Program>; 1] = [ops::gate::programs];
+    let operations: [fn() -> Vec<Program>; 2] = [ops::gate::programs, super::plain::programs];
     operations.iter().flat_map(|programs| programs()).collect()
 }
 
