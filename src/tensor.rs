@@ -225,6 +225,21 @@ impl Layout {
         last.checked_add(1)?.checked_mul(self.dtype.size()).filter(|&b| b <= isize::MAX as usize)
     }
 
+    /// Element type.
+    pub fn dtype(&self) -> DType {
+        self.dtype
+    }
+
+    /// Extents.
+    pub fn shape(&self) -> &[usize] {
+        &self.shape
+    }
+
+    /// Distance between neighbours in each dimension, in elements.
+    pub fn strides(&self) -> &[usize] {
+        &self.strides
+    }
+
     /// Bytes from the first element to the end of the last.
     pub fn extent_bytes(&self) -> usize {
         self.extent_bytes_checked().expect("checked when the layout was made")

@@ -7,6 +7,7 @@ use moe_kernels::{Backend, check};
 
 mod allocations;
 mod bad_input;
+mod blas;
 mod cast;
 mod checkpoint;
 mod cli;
@@ -14,6 +15,7 @@ mod combine;
 mod dispatch;
 mod equality;
 mod gate;
+mod gate_torch;
 mod golden;
 mod gpu;
 mod hygiene;
@@ -35,6 +37,7 @@ fn main() -> ExitCode {
     for module in [
         allocations::trials,
         bad_input::trials,
+        blas::trials,
         cast::trials,
         checkpoint::trials,
         cli::trials,
@@ -42,6 +45,7 @@ fn main() -> ExitCode {
         dispatch::trials,
         equality::trials,
         gate::trials,
+        gate_torch::trials,
         golden::trials,
         gpu::trials,
         hygiene::trials,

@@ -1,6 +1,7 @@
 //! The program `moe`: runs a Mixture-of-Experts layer across ranks, checks the operations of this library, describes the machine.
 #![forbid(unsafe_code)]
 
+mod bench;
 mod check;
 mod info;
 mod inspect;
@@ -34,6 +35,9 @@ enum Command {
     Run(Box<run::Arguments>),
     /// Check every operation, bit for bit, against its specification
     Check(check::Arguments),
+    /// Time operations on a GPU, beside what they replace
+    #[command(subcommand)]
+    Bench(bench::Arguments),
     /// Describe the machine: CPU, memory, GPUs, versions, cache folder
     Info(info::Arguments),
     /// Registers, spills and sizes of each GPU kernel on each architecture, compiled here without a GPU
@@ -51,6 +55,7 @@ fn main() -> ExitCode {
     };
     let mut output = Output::new();
     let verdict = match arguments.command {
+        Some(Command::Bench(arguments)) => bench::bench(&arguments, &mut output),
         Some(Command::Check(arguments)) => check::check(&arguments, &mut output),
         Some(Command::Info(arguments)) => info::info(&arguments, &mut output),
         Some(Command::Inspect(arguments)) => inspect::inspect(&arguments, &mut output),

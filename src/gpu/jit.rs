@@ -2,7 +2,7 @@
 
 use std::collections::HashMap;
 use std::fs;
-use std::hash::{BuildHasherDefault, Hasher};
+use std::hash::{BuildHasher, BuildHasherDefault, Hasher};
 use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::sync::{Mutex, RwLock};
@@ -83,8 +83,9 @@ impl Hasher for Mixer {
     }
 }
 
-/// One compilation at a time: two threads that need the same kernel do not both make it.
-static COMPILING: Mutex<()> = Mutex::new(());
+/// Two threads that need the same kernel do not both make it; for different ones they seldom wait for each other (16 is arbitrary: threads that compile
+/// at once).
+static COMPILING: [Mutex<()>; 16] = [const { Mutex::new(()) }; 16];
 
 impl<S: Spec> Kernels<S> {
     /// None loaded.
@@ -119,7 +120,8 @@ impl<S: Spec> Kernels<S> {
 
     /// Compiles and loads the kernel of `spec` unless it is loaded; says where it came from, `None` when it was loaded before.
     pub fn load(&self, device: &Device, spec: S) -> Result<(Kernel, Option<Origin>)> {
-        let _one = COMPILING.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
+        let lock = &COMPILING[BuildHasherDefault::<Mixer>::default().hash_one(spec) as usize % COMPILING.len()];
+        let _one = lock.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
         if let Some(kernel) = self.find(device.ordinal(), spec) {
             return Ok((kernel, None));
         }

@@ -1,13 +1,12 @@
 //! NVRTC, the run-time compiler: where it is found, and one compilation.
 
-use std::env;
 use std::ffi::{CString, c_char, c_int, c_void};
-use std::fs;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::sync::OnceLock;
 
 use super::driver::Driver;
 use super::library::{self, table};
+use super::places::{Places, ToolkitLibrary};
 use crate::error::{Error, Result};
 
 table! {
@@ -30,6 +29,12 @@ table! {
 pub(super) const OPTIONS: [&str; 6] =
     ["--std=c++17", "--fmad=false", "--ftz=false", "--prec-div=true", "--prec-sqrt=true", "--ptxas-options=-v"];
 
+const LIBRARY: ToolkitLibrary = ToolkitLibrary {
+    variable: "MOE_NVRTC",
+    names: ["libnvrtc.so.13", "libnvrtc.so.12", "libnvrtc.so"],
+    packages: ["nvidia/cu13/lib", "nvidia/cuda_nvrtc/lib"],
+};
+
 impl Nvrtc {
     /// The compiler of this machine, found once.
     ///
@@ -43,7 +48,7 @@ impl Nvrtc {
         let nvrtc = NVRTC.get_or_init(|| {
             // Without a driver (a compile gate) any version will do.
             let newest = Driver::get().and_then(Driver::version).ok();
-            library::open("libnvrtc (CUDA run-time compiler)", candidates(&Places::of_this_machine()), |library, path| {
+            library::open("libnvrtc (CUDA run-time compiler)", LIBRARY.candidates(&Places::of_this_machine()), |library, path| {
                 let nvrtc = Nvrtc::fill(library, path)?;
                 let (major, minor) = nvrtc.version().map_err(|error| error.to_string())?;
                 match newest {
@@ -87,8 +92,10 @@ impl Nvrtc {
         };
         let (text, name) = (c_string("source", text)?, c_string("name", &format!("{kernel}.cu"))?);
         let arch = format!("--gpu-architecture={arch}");
-        let options =
-            OPTIONS.iter().copied().chain([arch.as_str()]).map(|option| c_string("option", option)).collect::<Result<Vec<_>>>()?;
+        // Spec (NVRTC 12.9): from then on it has a cache of its own, and what comes from there has no report of registers in its log.
+        let own_cache = (self.version()? >= (12, 9)).then_some("--no-cache");
+        let options = OPTIONS.iter().copied().chain(own_cache).chain([arch.as_str()]);
+        let options = options.map(|option| c_string("option", option)).collect::<Result<Vec<_>>>()?;
         let options: Vec<*const c_char> = options.iter().map(|option| option.as_ptr()).collect();
         let none = std::ptr::null();
         let mut program = Unit { nvrtc: self, raw: std::ptr::null_mut() };
@@ -167,122 +174,4 @@ fn failed(_: &Nvrtc, call: &'static str, code: i32) -> Error {
     ];
     let name = usize::try_from(code).ok().and_then(|code| names.get(code)).copied().unwrap_or("unknown");
     Error::Gpu { call, code, name: name.into() }
-}
-
-/// What says where a toolkit may be.
-#[derive(Default)]
-pub(super) struct Places {
-    moe_nvrtc: Option<PathBuf>,
-    /// `CUDA_HOME`, `CUDA_PATH`.
-    toolkits: Vec<PathBuf>,
-    /// `PYTHONPATH`.
-    python_paths: Vec<PathBuf>,
-    /// `VIRTUAL_ENV`, `CONDA_PREFIX`, and the prefixes of the interpreters in `PATH`.
-    python_prefixes: Vec<PathBuf>,
-    /// Folders that may hold a toolkit: `/usr/local`.
-    roots: Vec<PathBuf>,
-}
-
-impl Places {
-    pub(super) fn of_this_machine() -> Self {
-        let variable = |name: &str| env::var_os(name).filter(|value| !value.is_empty()).map(PathBuf::from);
-        let list = |name: &str| env::var_os(name).map(|value| env::split_paths(&value).collect::<Vec<_>>()).unwrap_or_default();
-        let interpreters = list("PATH").into_iter().map(|folder| folder.join("python3")).filter(|python| python.exists());
-        // The interpreter of a virtual environment is a link to another's: both places count.
-        let prefixes = interpreters.flat_map(|python| [Some(python.clone()), fs::canonicalize(python).ok()]).flatten();
-        let prefixes = prefixes.filter_map(|python| Some(python.parent()?.parent()?.to_owned()));
-        Places {
-            moe_nvrtc: variable("MOE_NVRTC"),
-            toolkits: ["CUDA_HOME", "CUDA_PATH"].into_iter().filter_map(variable).collect(),
-            python_paths: list("PYTHONPATH"),
-            python_prefixes: ["VIRTUAL_ENV", "CONDA_PREFIX"].into_iter().filter_map(variable).chain(prefixes).collect(),
-            roots: vec![PathBuf::from("/usr/local"), PathBuf::from("/opt")],
-        }
-    }
-
-    /// Folders that may hold Python packages, those named by the user first.
-    pub(super) fn python_packages(&self) -> Vec<PathBuf> {
-        let mut packages = self.python_paths.clone();
-        for prefix in &self.python_prefixes {
-            for version in sorted(&prefix.join("lib"), |name| name.starts_with("python3")) {
-                packages.extend(["site-packages", "dist-packages"].map(|packages| version.join(packages)));
-            }
-        }
-        packages
-    }
-}
-
-/// Entries of a folder whose names are accepted, the last name first.
-fn sorted(folder: &Path, accept: impl Fn(&str) -> bool) -> Vec<PathBuf> {
-    let entries = fs::read_dir(folder).into_iter().flatten().flatten();
-    let mut names: Vec<String> = entries.filter_map(|entry| entry.file_name().into_string().ok()).filter(|name| accept(name)).collect();
-    names.sort_by(|a, b| b.cmp(a));
-    names.into_iter().map(|name| folder.join(name)).collect()
-}
-
-/// Newest first: of two that the driver can run, the newer compiles better.
-fn candidates(places: &Places) -> Vec<PathBuf> {
-    const NAMES: [&str; 3] = ["libnvrtc.so.13", "libnvrtc.so.12", "libnvrtc.so"];
-    let in_folder = |folder: PathBuf| NAMES.map(|name| folder.join(name));
-    if let Some(path) = &places.moe_nvrtc {
-        return if path.is_dir() { in_folder(path.clone()).to_vec() } else { vec![path.clone()] };
-    }
-    let mut folders = Vec::new();
-    let toolkits = places.roots.iter().flat_map(|root| sorted(root, |name| name.starts_with("cuda")));
-    for toolkit in places.toolkits.iter().cloned().chain(toolkits) {
-        folders.extend(["lib64", "lib", "targets/x86_64-linux/lib", "targets/sbsa-linux/lib"].map(|lib| toolkit.join(lib)));
-    }
-    for packages in places.python_packages() {
-        folders.extend(["nvidia/cu13/lib", "nvidia/cuda_nvrtc/lib"].map(|lib| packages.join(lib)));
-    }
-    let bare = NAMES.map(PathBuf::from);
-    // A folder that is not there would only make the list of places long.
-    bare.into_iter().chain(folders.into_iter().filter(|folder| folder.is_dir()).flat_map(in_folder)).collect()
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn places_in_their_order() {
-        let root = tempfile::tempdir().unwrap();
-        let folder = |name: &str| {
-            let path = root.path().join(name);
-            fs::create_dir_all(&path).unwrap();
-            path
-        };
-        folder("local/cuda-12.8/lib64");
-        folder("local/cuda-13.0/lib64");
-        folder("home/lib64");
-        folder("venv/lib/python3.12/site-packages/nvidia/cu13/lib");
-        folder("path/nvidia/cuda_nvrtc/lib");
-        let places = Places {
-            moe_nvrtc: None,
-            toolkits: vec![root.path().join("home")],
-            python_paths: vec![root.path().join("path")],
-            python_prefixes: vec![root.path().join("venv")],
-            roots: vec![root.path().join("local")],
-        };
-        let found = candidates(&places);
-        let found: Vec<_> = found.iter().map(|path| path.strip_prefix(root.path()).unwrap_or(path).to_str().unwrap()).collect();
-        let firsts: Vec<_> = found.iter().step_by(3).copied().collect();
-        assert_eq!(
-            firsts,
-            [
-                "libnvrtc.so.13",
-                "home/lib64/libnvrtc.so.13",
-                "local/cuda-13.0/lib64/libnvrtc.so.13",
-                "local/cuda-12.8/lib64/libnvrtc.so.13",
-                "path/nvidia/cuda_nvrtc/lib/libnvrtc.so.13",
-                "venv/lib/python3.12/site-packages/nvidia/cu13/lib/libnvrtc.so.13",
-            ]
-        );
-        assert_eq!(found[1..3], ["libnvrtc.so.12", "libnvrtc.so"]);
-        // Named by the user: that place alone.
-        let named = Places { moe_nvrtc: Some(root.path().join("home/lib64")), ..Places::default() };
-        assert_eq!(candidates(&named).len(), 3);
-        let file = Places { moe_nvrtc: Some("/nowhere/libnvrtc.so".into()), ..Places::default() };
-        assert_eq!(candidates(&file), [PathBuf::from("/nowhere/libnvrtc.so")]);
-    }
 }

@@ -100,6 +100,14 @@ fn costs() -> Outcome {
         // SAFETY: the kernel is `nothing` on this device, `Nothing` is its struct; it uses no memory.
         unsafe { kernel.launch(&stream, &Geometry { programmatic, ..geometry }, &parameters) }.map_err(Failed::from)
     };
+    let mut pooled = 0;
+    raw.with_context(context, || {
+        // SAFETY: the address outlives the call; the null stream is that of the current context.
+        ok("cuMemAllocAsync", unsafe { (raw.allocate_async)(&mut pooled, 4096, std::ptr::null_mut()) })?;
+        // SAFETY: as above.
+        ok("cuStreamSynchronize", unsafe { (raw.stream_synchronize)(std::ptr::null_mut()) })
+    })?;
+    let addresses = [addresses[0], addresses[1], pooled];
     let adopt = |which: usize| device.adopt("test", "x", black_box(addresses[which])).map(|_| ()).map_err(Failed::from);
     let attribute = |id: i32| {
         let mut value = [0u64; 2];
@@ -137,7 +145,17 @@ fn costs() -> Outcome {
         gate::gate(&backend, x, w, &GateOptions::default(), out).map_err(Failed::from)
     };
     gate()?;
-    let arms: [Arm<'_>; 21] = [
+    let views = || {
+        let at = |byte: u64| DeviceAddress { device: device.ordinal(), address: black_box(addresses[1]) + byte };
+        // SAFETY: no operation runs with these views.
+        black_box(unsafe { TensorView::from_device(at(0), Layout::contiguous("test", DType::BF16, &[1, 2048])?) }?);
+        // SAFETY: as above.
+        black_box(unsafe { TensorView::from_device(at(1 << 20), Layout::contiguous("test", DType::BF16, &[2048])?) }?);
+        // SAFETY: as above.
+        black_box(unsafe { TensorViewMut::from_device(at(2 << 20), Layout::contiguous("test", DType::BF16, &[1])?) }?);
+        Ok(())
+    };
+    let arms: [Arm<'_>; 23] = [
         ("bare launch", &|| bare(functions[0])),
         ("Kernel::launch", &|| launch(false)),
         ("gate::gate, bf16, 2048", &gate),
@@ -159,6 +177,8 @@ fn costs() -> Outcome {
         ("bare launch again", &|| bare(functions[0])),
         ("bare launch, largest carve-out", &|| bare(functions[1])),
         ("bare launch, clusters of any size", &|| bare(functions[2])),
+        ("adopt, memory of a pool", &|| adopt(2)),
+        ("three views of device memory", &views),
     ];
     let current = raw.with_context(context, || time(&stream, &arms))?;
     // Calls of ours when nothing is current: they bind the context each time.
@@ -168,6 +188,8 @@ fn costs() -> Outcome {
         let other = if (1..=7).contains(&i) { format!("   {:7.1} without a current context", unbound[i - 1]) } else { String::new() };
         report(format!("{nanoseconds:8.1} ns  {name}{other}"));
     }
+    // SAFETY: allocated above, and nothing uses it; the null stream is that of the current context.
+    raw.with_context(context, || ok("cuMemFreeAsync", unsafe { (raw.free_async)(pooled, std::ptr::null_mut()) }))?;
     // The promise is half a microsecond; twice that leaves room for a machine with other work (arbitrary).
     let over = current[2] - current[0].min(current[18]);
     report(format!("{over:8.1} ns  a call of the gate over a bare launch"));

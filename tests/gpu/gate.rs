@@ -226,7 +226,8 @@ pub fn capture() -> Outcome {
     let backend = Backend::Cuda(Cuda::on(stream.clone()));
     let arguments = Arguments::new(&stream)?;
     stream.synchronize()?;
-    for (form, _) in FORMS {
+    // Not the first: its kernel is that of `gate_append_topk`.
+    for (form, _) in FORMS.iter().skip(1) {
         match Graph::capture(&stream, || arguments.call_well(&backend, form)) {
             Err(error @ Error::Unsupported { .. }) => {
                 let text = error.to_string();

@@ -174,8 +174,13 @@ DEVICE float widen_f16_bits(u16 bits) {
 }
 #endif
 
-// The address is made here, and not where it is used: before a wait, not after it.
-DEVICE void settle(const char*& address) {
+struct alignas(16) Vec16 {
+    u32 word[4];
+};
+
+// Where a value is used: not before this point of the program. So an address is made here and not later, or arithmetic on what was loaded waits until
+// all loads are on their way.
+template <class T> DEVICE void settle(T*& address) {
 #if PLATFORM_AMD
     asm volatile("" : "+v"(address));
 #else
@@ -183,11 +188,16 @@ DEVICE void settle(const char*& address) {
 #endif
 }
 
+DEVICE void settle(Vec16& v) {
+#if PLATFORM_AMD
+    asm volatile("" : "+v"(v.word[0]), "+v"(v.word[1]), "+v"(v.word[2]), "+v"(v.word[3]));
+#else
+    asm volatile("" : "+r"(v.word[0]), "+r"(v.word[1]), "+r"(v.word[2]), "+r"(v.word[3]));
+#endif
+}
+
 // Memory. 16 bytes at a 16-byte boundary, or one element; the address is in global memory.
 
-struct alignas(16) Vec16 {
-    u32 word[4];
-};
 
 // Loads that leave `to` alone when nothing is there: without a branch.
 

@@ -9,7 +9,7 @@ use std::process::{Command, Stdio};
 
 use super::Resources;
 use crate::error::{Error, Result};
-use crate::gpu::nvrtc::Places;
+use crate::gpu::places::Places;
 
 /// Options of every compilation: as for NVRTC, no contraction; no headers and no device library are there, so none is looked for.
 const OPTIONS: [&str; 9] =

@@ -24,8 +24,8 @@ pub(super) struct Variant {
     /// Types of x, of w (or g), and of s and the result.
     pub(super) types: [DType; 3],
     pub(super) mapping: Mapping,
-    /// Whole vectors of x and w (or g), of s and the result.
-    pub(super) aligned: [bool; 2],
+    /// Every row is whole vectors at addresses that 16-byte accesses take.
+    pub(super) aligned: bool,
     /// w may be read before the launches that this one depends on have ended.
     pub(super) weights_at_once: bool,
 }
@@ -67,7 +67,7 @@ impl Spec for Variant {
         let name = format!(
             "{} {x} {w} {s} {mapping}{}{}",
             form.name(),
-            if aligned == [true; 2] { "" } else { " unaligned" },
+            if aligned { "" } else { " unaligned" },
             if weights_at_once { "" } else { " late weights" }
         );
         Program {
@@ -85,8 +85,7 @@ impl Spec for Variant {
                 Constant::Int("CLUSTER", mapping.cluster.into()),
                 Constant::Int("KEPT_VECTORS", mapping.kept_vectors.into()),
                 Constant::Bool("ONE_PASS", mapping.one_pass),
-                Constant::Bool("ALIGNED_DOT", aligned[0]),
-                Constant::Bool("ALIGNED_ROWS", aligned[1]),
+                Constant::Bool("ALIGNED", aligned),
                 Constant::Bool("WEIGHTS_AT_ONCE", weights_at_once),
             ],
             threads: mapping.threads(),
@@ -110,14 +109,14 @@ struct Parameters {
     num_tokens: u64,
     out: u64,
     out_stride: u64,
-    bias: u64,
-    addend: u64,
-    addend_stride: u64,
     s_or_idx: u64,
     s_or_idx_stride: u64,
     n_or_expert: u64,
     columns_per_block: u64,
     w_stride: u64,
+    bias: u64,
+    addend: u64,
+    addend_stride: u64,
 }
 
 const _: () = assert!(size_of::<Parameters>() == 128, "Parameters has no padding, as in kernel.cu");
@@ -189,7 +188,7 @@ pub(super) fn sigmoid_mul(
     call.parameters.w_stride = g.stride_bytes as u64;
     call.set(flag::FRAMEWORK, rounding == Rounding::Framework);
     if !is_column {
-        call.aligned[0] = is_aligned(g.memory, g.stride_bytes, g.row_bytes, g.dtype);
+        call.aligned = is_aligned(g.memory, g.stride_bytes, g.row_bytes, g.dtype);
     }
     call.times(&s).into(&out).queue(cuda)
 }
@@ -200,7 +199,7 @@ struct Call {
     kind: Kind,
     types: [DType; 3],
     num_tokens: usize,
-    aligned: [bool; 2],
+    aligned: bool,
     weights_at_once: bool,
     parameters: Parameters,
     /// Columns of s.
@@ -210,7 +209,7 @@ struct Call {
 impl Call {
     fn new(op: &'static str, kind: Kind, types: [DType; 3], num_tokens: usize) -> Self {
         let parameters = Parameters { num_tokens: num_tokens as u64, scale: 1.0, ..Parameters::default() };
-        Call { op, kind, types, num_tokens, aligned: [true; 2], weights_at_once: true, parameters, n: 0 }
+        Call { op, kind, types, num_tokens, aligned: true, weights_at_once: true, parameters, n: 0 }
     }
 
     fn set(&mut self, flag: u32, on: bool) {
@@ -236,7 +235,7 @@ impl Call {
         self.set(flag::LINEAR, activation == Activation::Linear);
         self.set(flag::FRAMEWORK, rounding == Rounding::Framework);
         self.set(flag::SCALED, scale != 1.0);
-        self.aligned[0] = is_aligned(x.memory, x.stride_bytes, x.row_bytes, x.dtype) && is_aligned(w.memory, 0, w.row_bytes, w.dtype);
+        self.aligned = is_aligned(x.memory, x.stride_bytes, x.row_bytes, x.dtype) && is_aligned(w.memory, 0, w.row_bytes, w.dtype);
         self
     }
 
@@ -246,7 +245,7 @@ impl Call {
         self.parameters.s_or_idx = s.memory.address;
         self.parameters.s_or_idx_stride = s.stride_bytes as u64;
         self.parameters.n_or_expert = self.n as u64;
-        self.aligned[1] &= is_aligned(s.memory, s.stride_bytes, s.row_bytes, s.dtype);
+        self.aligned &= is_aligned(s.memory, s.stride_bytes, s.row_bytes, s.dtype);
         self
     }
 
@@ -254,12 +253,14 @@ impl Call {
     fn into(mut self, out: &RowsMut<Address<'_>>) -> Self {
         self.parameters.out = out.memory.address;
         self.parameters.out_stride = out.stride_bytes as u64;
-        self.aligned[1] &= !self.kind.has_rows() || is_aligned(out.memory, out.stride_bytes, out.row_bytes, out.dtype);
+        self.aligned &= !self.kind.has_rows() || is_aligned(out.memory, out.stride_bytes, out.row_bytes, out.dtype);
         self
     }
 
     fn queue(mut self, cuda: &Cuda) -> Result<()> {
-        let Call { op, kind, types, num_tokens, aligned, weights_at_once, .. } = self;
+        let Call { op, kind, types, num_tokens, aligned, .. } = self;
+        // One kernel for everything that is not aligned: it is slower by more than it would gain.
+        let weights_at_once = self.weights_at_once && aligned;
         let limits = Limits::of(cuda.device());
         let shape = tuning::Shape { kind, types, num_tokens, k: self.parameters.k as usize, n: self.n };
         let (mapping, num_column_blocks) = tuning::choose(&limits, &shape);
@@ -295,12 +296,13 @@ pub(super) fn precompile(cuda: &Cuda, call: &super::Call) -> Result<()> {
         Form::SigmoidMul => Kind::SigmoidMulEach,
     };
     let limits = Limits::of(cuda.device());
-    let aligned = [k % 8 == 0 || kind == Kind::SigmoidMul, n % 8 == 0]; // 8: elements of a vector
+    let is_whole = |columns: usize| columns.is_multiple_of(8); // elements of a vector
+    let aligned = (kind == Kind::SigmoidMul || is_whole(k)) && (!kind.has_rows() || is_whole(n));
     for num_tokens in tuning::classes_of_tokens(&limits) {
         let (mapping, _) = tuning::choose(&limits, &tuning::Shape { kind, types: [x, w, out], num_tokens, k, n });
         for weights_at_once in [true, false] {
             // Only a programmatic launch can be too early, and only for weights.
-            if weights_at_once || cuda.is_programmatic() && kind.has_dot() {
+            if weights_at_once == aligned || cuda.is_programmatic() && kind.has_dot() && aligned {
                 KERNELS.load(cuda.device(), Variant { form: kind, types: [x, w, out], mapping, aligned, weights_at_once })?;
             }
         }
@@ -321,7 +323,7 @@ pub(super) fn shipped() -> Vec<Variant> {
                    aligned: bool,
                    weights_at_once: bool| {
         let (mapping, _) = tuning::choose(limits, &tuning::Shape { kind, types, num_tokens, k, n });
-        let variant = Variant { form: kind, types, mapping, aligned: [aligned; 2], weights_at_once };
+        let variant = Variant { form: kind, types, mapping, aligned, weights_at_once };
         if !all.contains(&variant) {
             all.push(variant);
         }
@@ -340,15 +342,15 @@ pub(super) fn shipped() -> Vec<Variant> {
             }
         }
         add(&limits, kind, BF16, (1, 2048, 2048), true, false);
-        add(&limits, kind, BF16, (1, 2048, 2048), false, true);
-        add(&limits, kind, BF16, (1, 65536, 2048), false, true);
+        add(&limits, kind, BF16, (1, 2048, 2048), false, false);
+        add(&limits, kind, BF16, (1, 65536, 2048), false, false);
     }
     for kind in [Kind::SigmoidMul, Kind::SigmoidMulEach] {
         for (num_tokens, n) in [(1, 2048), (4096, 2048), (4096, 128)] {
             add(&limits, kind, BF16, (num_tokens, 1, n), true, true);
         }
         add(&limits, kind, [DType::F32; 3], (1, 1, 2048), true, true);
-        add(&limits, kind, BF16, (1, 1, 2048), false, true);
+        add(&limits, kind, BF16, (1, 1, 2048), false, false);
     }
     all
 }
@@ -357,7 +359,7 @@ pub(super) fn shipped() -> Vec<Variant> {
 pub(super) fn one_tile(dtype: DType, elements_per_lane: u16) -> Variant {
     let mapping =
         Mapping { teams_per_row: 1, rows_per_block: tuning::ROWS, elements_per_lane, cluster: 1, kept_vectors: 1, one_pass: true };
-    Variant { form: Kind::Gate, types: [dtype; 3], mapping, aligned: [true; 2], weights_at_once: true }
+    Variant { form: Kind::Gate, types: [dtype; 3], mapping, aligned: true, weights_at_once: true }
 }
 
 /// Whether rows are whole vectors of eight elements at addresses that 16-byte accesses take.

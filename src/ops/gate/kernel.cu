@@ -9,8 +9,8 @@
 // Shared     partial[team of the cluster][l], written once.
 // Sync       One barrier (of the block, or of the cluster) between the stores to partial and the loads. Remote stores come after every block of the
 //            cluster has started; a block reads only its own shared memory afterwards, so it may end without a further barrier.
-// Requires   elements of one row: k <= 256 * VECTORS * TEAMS_PER_ROW * CLUSTER if ONE_PASS, else that product is 8192 (all of w). With ALIGNED_DOT x, its
-//            rows and w lie at 16 bytes and k is a multiple of 8; with ALIGNED_ROWS the same holds for s, out and n. out does not overlap
+// Requires   elements of one row: k <= 256 * VECTORS * TEAMS_PER_ROW * CLUSTER if ONE_PASS, else that product is 8192 (all of w). With ALIGNED x, its
+//            rows and w lie at 16 bytes and k is a multiple of 8, and the same holds for s, out and n. out does not overlap
 //            itself. ROWS_PER_BLOCK is 1 unless TEAMS_PER_ROW is.
 
 constexpr int LANES = 32; // spec (order of the sum): values of l
@@ -66,9 +66,6 @@ struct Parameters {
 
     char* out;
     u64 out_stride;
-    const char* bias;
-    const char* addend;
-    u64 addend_stride;
     union {
         const char* s; // of the forms with rows
         char* idx;     // of GATE
@@ -81,9 +78,12 @@ struct Parameters {
         u64 n;
         u64 shared_expert;
     };
-
-    u64 columns_per_block; // a multiple of 8
+    u64 columns_per_block; // a multiple of 8, below 2^31
     u64 w_stride;          // of the sigmoid forms
+    const char* bias;
+
+    const char* addend;
+    u64 addend_stride;
 };
 
 // Eight neighbours of a row.
@@ -112,7 +112,7 @@ template <class T> DEVICE void set_element(Eight<T>& eight, int e, T value) {
 enum class Reuse { CONSTANT, KEPT, ONCE };
 
 // Elements i .. i + 8 of a row of k, of which `at` is element i; what the row lacks stays as it is in `eight`.
-template <class T, bool ALIGNED, Reuse REUSE, class I> DEVICE void load_eight(Eight<T>& eight, const char* at, I i, I k) {
+template <class T, Reuse REUSE, class I> DEVICE void load_eight(Eight<T>& eight, const char* at, I i, I k) {
     if constexpr (ALIGNED) {
 #pragma unroll
         for (int v = 0; v < (int)(sizeof(T) / 2); v++) {
@@ -132,6 +132,14 @@ template <class T, bool ALIGNED, Reuse REUSE, class I> DEVICE void load_eight(Ei
     }
 }
 
+template <class T, int N> DEVICE void settle(Eight<T> (&eight)[N]) {
+#pragma unroll
+    for (int i = 0; i < N; i++) {
+#pragma unroll
+        for (int v = 0; v < (int)(sizeof(T) / 2); v++) settle(eight[i].vec[v]);
+    }
+}
+
 // What a lane holds of BATCH passes over a row of k, from its element i on, which lies at `at`.
 template <class T, Reuse REUSE> DEVICE void load_batch(Eight<T> (&to)[BATCH][VECTORS], const char* at, Index i, Index k) {
 #pragma unroll
@@ -139,12 +147,13 @@ template <class T, Reuse REUSE> DEVICE void load_batch(Eight<T> (&to)[BATCH][VEC
 #pragma unroll
         for (int v = 0; v < VECTORS; v++) {
             const u32 distance = b * PASS + v * (LANES * EIGHT);
-            load_eight<T, ALIGNED_DOT, REUSE>(to[b][v], at + distance * sizeof(T), i + distance, k);
+            load_eight<T, REUSE>(to[b][v], at + distance * sizeof(T), i + distance, k);
         }
     }
 }
 
-template <class T, bool ALIGNED> DEVICE void store_eight(char* row, u64 i, u64 n, const float (&value)[EIGHT]) {
+// Elements i .. i + 8 of a row of n, of which `at` is element i.
+template <class T> DEVICE void store_eight(char* at, u32 i, u32 n, const float (&value)[EIGHT]) {
     if constexpr (ALIGNED) {
         if (i < n) {
 #pragma unroll
@@ -158,13 +167,13 @@ template <class T, bool ALIGNED> DEVICE void store_eight(char* row, u64 i, u64 n
                         vec.word[word] = narrow_pair<T>(value[2 * word], value[2 * word + 1]);
                     }
                 }
-                store(row + i * sizeof(T) + 16 * v, vec);
+                store(at + 16 * v, vec);
             }
         }
     } else {
 #pragma unroll
         for (int e = 0; e < EIGHT; e++) {
-            if (i + e < n) ((T*)row)[i + e] = narrow<T>(value[e]);
+            if (i + e < n) ((T*)at)[e] = narrow<T>(value[e]);
         }
     }
 }
@@ -219,34 +228,24 @@ RARE float gate_with_options(float dot, float bias, float addend, u32 flags, flo
 
 constexpr int NUM_KEPT = HAS_ROWS ? KEPT_VECTORS : 1;
 
-// Vectors of s and out that a thread loads before it knows the gate.
-struct Kept {
-    Eight<S> s[NUM_KEPT];
-    Eight<S> out[FORM == GATE_MUL_ADD ? NUM_KEPT : 1];
-};
-
-// out = g * s and its kin, for the eight columns from i on.
-DEVICE void finish_eight(const Parameters& p, char* out_row, u32 t, float g, u64 i, u64 end, const Eight<S>& s, const Eight<S>& before) {
+// out = g * s and its kin, for the eight columns from i on, of `end`.
+DEVICE void finish_eight(const Parameters& p, float g, char* out_at, const char* g_at, u32 i, u32 end, const Eight<S>& s, const Eight<S>& before) {
     float value[EIGHT];
+    Eight<W> gates = {};
+    if constexpr (FORM == SIGMOID_MUL_EACH) load_eight<W, Reuse::ONCE>(gates, g_at + (u64)i * sizeof(W), i, end);
 #pragma unroll
     for (int e = 0; e < EIGHT; e++) {
+        if constexpr (FORM == SIGMOID_MUL_EACH) {
+            g = sigmoid(element<W>(gates, e));
+            if (p.flags & FRAMEWORK) g = round_to<W>(g);
+        }
         value[e] = g * element<S>(s, e);
         if constexpr (FORM == GATE_MUL_ADD) {
             if (p.flags & FRAMEWORK) value[e] = round_to<S>(value[e]);
             value[e] = element<S>(before, e) + value[e];
         }
     }
-    if constexpr (FORM == SIGMOID_MUL_EACH) {
-        Eight<W> gates = {};
-        load_eight<W, ALIGNED_DOT, Reuse::ONCE>(gates, p.w + t * p.w_stride + i * sizeof(W), i, end);
-#pragma unroll
-        for (int e = 0; e < EIGHT; e++) {
-            float gate = sigmoid(element<W>(gates, e));
-            if (p.flags & FRAMEWORK) gate = round_to<W>(gate);
-            value[e] = gate * element<S>(s, e);
-        }
-    }
-    store_eight<S, ALIGNED_ROWS>(out_row, i, end, value);
+    store_eight<S>(out_at + (u64)i * sizeof(S), i, end, value);
 }
 
 KERNEL(THREADS) gate(PARAMETERS(Parameters) p) {
@@ -277,30 +276,36 @@ KERNEL(THREADS) gate(PARAMETERS(Parameters) p) {
     wait_for_dependencies();
     launch_dependents();
 
-    float bias = -0.0f, addend = -0.0f;
     if constexpr (HAS_DOT) {
         load_batch<X, Reuse::ONCE>(x, x_at, first, k);
         if constexpr (!WEIGHTS_AT_ONCE) load_batch<W, Reuse::KEPT>(w, w_at, first, k);
-        if (flags & (HAS_BIAS | HAS_ADDEND)) {
-            if (flags & HAS_BIAS) bias = load_x_or_f32(p.bias, flags & BIAS_F32);
-            if (flags & HAS_ADDEND) addend = load_x_or_f32(p.addend + t * p.addend_stride, flags & ADDEND_F32);
-        }
     }
-    char* const out_row = p.out + t * p.out_stride;
+    float bias = -0.0f, addend = -0.0f;
+    if (HAS_DOT && flags & HAS_BIAS) bias = load_x_or_f32(p.bias, flags & BIAS_F32);
+    // Between two branches, so that its parameters arrive while x does: not before x is asked for, nor after it has come.
+    char* out_row = p.out + t * p.out_stride;
+    settle(out_row);
+    if (HAS_DOT && flags & HAS_ADDEND) addend = load_x_or_f32(p.addend + t * p.addend_stride, flags & ADDEND_F32);
 
-    // The first columns, while the dot is made.
-    const char* s_row = p.s + t * p.s_stride;
-    const u64 begin = HAS_ROWS ? (u64)(block_idx_y() * (u32)CLUSTER + rank) * p.columns_per_block : 0;
-    const u64 end = begin + p.columns_per_block < p.n ? begin + p.columns_per_block : p.n;
-    Kept kept = {};
-    auto column = [&](u64 v) { return begin + (v * ROW_THREADS + row_thread) * EIGHT; };
+    // The columns of this block; the first of them are read while the dot is made.
+    const u64 begin = HAS_ROWS ? (u64)(block_idx_y() * (u32)CLUSTER + rank) * (u32)p.columns_per_block : 0;
+    const u32 end = begin >= p.n ? 0 : p.n - begin < p.columns_per_block ? (u32)(p.n - begin) : (u32)p.columns_per_block;
+    const char* s_at = p.s + t * p.s_stride + begin * sizeof(S);
+    char* out_at = out_row + begin * sizeof(S);
+    const char* g_at = p.w + t * p.w_stride + begin * sizeof(W);
+    Eight<S> s[NUM_KEPT] = {}, before[NUM_KEPT] = {};
+    auto load_columns = [&](u32 i, Eight<S>& s, Eight<S>& before) {
+        load_eight<S, Reuse::ONCE>(s, s_at + (u64)i * sizeof(S), i, end);
+        if constexpr (FORM == GATE_MUL_ADD) load_eight<S, Reuse::ONCE>(before, out_at + (u64)i * sizeof(S), i, end);
+    };
+    auto column = [&](u32 v) { return (v * ROW_THREADS + row_thread) * EIGHT; };
     if constexpr (HAS_ROWS) {
 #pragma unroll
-        for (int v = 0; v < NUM_KEPT; v++) {
-            load_eight<S, ALIGNED_ROWS, Reuse::ONCE>(kept.s[v], s_row + column(v) * sizeof(S), column(v), end);
-            if constexpr (FORM == GATE_MUL_ADD) load_eight<S, ALIGNED_ROWS, Reuse::ONCE>(kept.out[v], out_row + column(v) * sizeof(S), column(v), end);
-        }
+        for (int v = 0; v < NUM_KEPT; v++) load_columns(column(v), s[v], before[v]);
     }
+    // Everything is on its way.
+#pragma unroll
+    for (int b = 0; b < BATCH; b++) settle(x[b]);
 
     float g;
     if constexpr (HAS_DOT) {
@@ -373,12 +378,11 @@ KERNEL(THREADS) gate(PARAMETERS(Parameters) p) {
         }
     } else {
 #pragma unroll
-        for (int v = 0; v < NUM_KEPT; v++) finish_eight(p, out_row, t, g, column(v), end, kept.s[v], kept.out[FORM == GATE_MUL_ADD ? v : 0]);
-        for (u64 v = NUM_KEPT; column(v) < end; v++) {
+        for (int v = 0; v < NUM_KEPT; v++) finish_eight(p, g, out_at, g_at, column(v), end, s[v], before[v]);
+        for (u32 i = column(NUM_KEPT); i < end; i += ROW_THREADS * EIGHT) {
             Eight<S> s = {}, before = {};
-            load_eight<S, ALIGNED_ROWS, Reuse::ONCE>(s, s_row + column(v) * sizeof(S), column(v), end);
-            if constexpr (FORM == GATE_MUL_ADD) load_eight<S, ALIGNED_ROWS, Reuse::ONCE>(before, out_row + column(v) * sizeof(S), column(v), end);
-            finish_eight(p, out_row, t, g, column(v), end, s, before);
+            load_columns(i, s, before);
+            finish_eight(p, g, out_at, g_at, i, end, s, before);
         }
     }
 }

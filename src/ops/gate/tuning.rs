@@ -79,10 +79,12 @@ pub(super) fn choose(limits: &Limits, shape: &Shape) -> (Mapping, u32) {
     if !shape.kind.has_rows() {
         return (mapping, 1);
     }
-    // Columns that one pass of the threads of a row takes.
+    // Columns that one pass of the threads of a row takes. For few rows half a pass each: the other threads cost nothing, and another SM loads as well.
     let pass = LANES * EIGHT * mapping.teams_per_row as usize;
     let num_blocks = shape.num_tokens.div_ceil(mapping.rows_per_block as usize).max(1) * mapping.cluster as usize;
-    let num_column_blocks = (limits.num_sms / num_blocks).min(shape.n.div_ceil(pass)).clamp(1, MAX_COLUMN_BLOCKS);
+    let num_column_blocks = (limits.num_sms / num_blocks).min(shape.n.div_ceil(pass / 2)).clamp(1, MAX_COLUMN_BLOCKS);
+    // The kernel counts the columns of a block in 31 bits.
+    let num_column_blocks = num_column_blocks.max(shape.n >> 30);
     let num_passes = shape.n.div_ceil(pass * num_column_blocks * mapping.cluster as usize);
     let kept_vectors = num_passes.next_power_of_two().clamp(1, max_kept_vectors(shape.kind)) as u16;
     (Mapping { kept_vectors, ..mapping }, num_column_blocks as u32)
@@ -129,8 +131,9 @@ fn of_dot(limits: &Limits, shape: &Shape) -> Mapping {
     if k > CLUSTER_ABOVE && limits.has_clusters && num_tokens * CLUSTER <= limits.num_sms {
         return with(NUM_W / CLUSTER, CLUSTER);
     }
-    // Two vectors a lane, so half as many teams as values of w, but for short rows.
-    let mapping = with(if num_w >= 8 { num_w / 2 } else { num_w }, 1);
+    // Two vectors a lane, so half as many teams as values of w, but for short rows, and for one row's gate alone.
+    let is_alone = !shape.kind.has_rows() && !is_large && num_w == 8;
+    let mapping = with(if num_w >= 8 && !is_alone { num_w / 2 } else { num_w }, 1);
     if mapping.one_pass { mapping } else { with(NUM_W, 1) }
 }
 
