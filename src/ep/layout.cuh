@@ -59,7 +59,7 @@ struct HostRecord {
     u64 demand[MAX_RANKS];
     u64 capacity[MAX_RANKS];
 };
-constexpr u64 STATUS_CAPACITY_TOKENS = 1, STATUS_CAPACITY_ROWS = 2, STATUS_MISMATCH = 3, STATUS_FAILED = 4;
+constexpr u64 STATUS_CAPACITY_TOKENS = 1, STATUS_CAPACITY_ROWS = 2, STATUS_MISMATCH = 3, STATUS_FAILED = 4, STATUS_CAPACITY_EXPERT = 5;
 
 // What describes an arrival, in this rank's own memory, one for each bank; arrays of u32 follow.
 struct BankHead {
@@ -79,17 +79,24 @@ struct RoutingHead {
     u32 arrival_base[MAX_RANKS]; // arrivals of lower ranks at each rank
 };
 
+// Where rows of one sender for one expert go on its owner: row i has slot `slot + i` while i is below `room`, otherwise it is dropped.
+struct Place {
+    u32 slot;
+    u32 room;
+};
+
 // One rank, as every kernel knows it.
 struct Rank {
     u64 timeout_ns;
     u64 signals;  // offset of the words in every rank's memory
     State* state;
     HostRecord* host;
-    const i32* owners; // [NUM_EXPERTS], when HAS_MAP
-    const i32* locals; // [NUM_EXPERTS] id inside the owner
+    const u32* owners;       // when HAS_MAP: [NUM_EXPERTS]
+    const u32* experts;      // when HAS_MAP: [NUM_EXPERTS] ids grouped by owner, ascending
+    const u32* first_expert; // when HAS_MAP: [WORLD + 1] where each owner's begin in `experts`
     u32 rank;
     u32 bank;
-    u64 peers[MAX_RANKS]; // memory of every rank, at the addresses that this device uses
+    u64 peers[WORLD]; // memory of every rank, at the addresses that this device uses; at the end of every parameter struct
 };
 
 DEVICE u64* word_at(const Rank& me, u32 peer, u64 offset, u64 index) {
@@ -101,8 +108,27 @@ DEVICE u64 count_index(u64 epoch, u32 sender, u32 word) {
 }
 
 DEVICE u32 owner_of(const Rank& me, u32 expert) {
-    if (HAS_MAP) return (u32)me.owners[expert];
+    if (HAS_MAP) return me.owners[expert];
     return (u32)((u64)expert * (u64)WORLD / (u64)NUM_EXPERTS);
+}
+
+// The experts of rank r are `expert_at(i)` for i from `first_expert_of(r)` to `first_expert_of(r + 1)`, ascending.
+DEVICE u32 first_expert_of(const Rank& me, u32 rank) {
+    if (HAS_MAP) return me.first_expert[rank];
+    return (u32)(((u64)rank * (u64)NUM_EXPERTS + WORLD - 1) / (u64)WORLD);
+}
+
+DEVICE u32 expert_at(const Rank& me, u32 i) {
+    return HAS_MAP ? me.experts[i] : i;
+}
+
+// The id of an expert inside its owner.
+DEVICE u32 local_of(const Rank& me, u32 expert) {
+    const u32 first = first_expert_of(me, owner_of(me, expert));
+    if (!HAS_MAP) return expert - first;
+    u32 i = first;
+    while (me.experts[i] != expert) i++;
+    return i - first;
 }
 
 DEVICE bool is_aborted(const Rank& me) {
@@ -127,12 +153,12 @@ DEVICE void fail(const Rank& me, u32 kind, u32 op, u32 phase, u32 peer, u64 want
     for (u32 i = 0; i < WORLD; i++) store_relaxed_system(word_at(me, i, ABORT, 0), 1);
 }
 
-// Polls a word until it is of the epoch (count words) or at least of it (the others). Returns its value, or 0 after a failure of any rank.
-// After the last of its waits the caller fences.
+// Polls a word until it is of the epoch (count words) or at least of it (the others), and acquires. Returns its value, or 0 after a failure of
+// any rank.
 template <bool IS_COUNT> DEVICE u64 wait_for(const Rank& me, u32 op, u32 phase, u32 peer, const u64* at, u64 wanted) {
     u64 start = 0;
     for (u32 polls = 0;; polls++) {
-        const u64 value = load_relaxed_system(at);
+        const u64 value = load_acquire_system(at);
         if (IS_COUNT ? value >> EPOCH_SHIFT == wanted : value >= wanted) return value;
         if (polls % 32 != 31) continue; // arbitrary: the clock is read every 20 us at most
         if (start == 0) start = time_ns();
@@ -142,4 +168,38 @@ template <bool IS_COUNT> DEVICE u64 wait_for(const Rank& me, u32 op, u32 phase, 
             return 0;
         }
     }
+}
+
+// What lane r keeps of rank r: where its memory is, and this rank's first arrival there. In lanes and not in tables: one load, no chain.
+struct LaneRanks {
+    u64 memory;
+    u32 base;
+};
+
+DEVICE LaneRanks load_lane_ranks(const Rank& me, const RoutingHead* routing, u32 lane) {
+    LaneRanks lanes = {0, 0};
+    if (WORLD <= WARP && lane < WORLD) lanes = {me.peers[lane], routing->arrival_base[lane]};
+    return lanes;
+}
+
+// Of an entry of `sent`: the rank, the number of the arrival there, the rank's memory. NONE, NONE, 0 when the lane has none. All lanes take part.
+struct Destination {
+    u64 memory;
+    u32 rank;
+    u32 arrival;
+};
+
+DEVICE Destination destination_of(const Rank& me, const RoutingHead* routing, const LaneRanks& lanes, u32 entry) {
+    const bool is_there = entry != NONE;
+    const u32 rank = is_there ? entry >> RANK_SHIFT : 0;
+    u64 memory;
+    u32 base;
+    if (WORLD <= WARP) {
+        memory = from_lane64(lanes.memory, rank);
+        base = from_lane(lanes.base, rank);
+    } else {
+        memory = me.peers[rank];
+        base = routing->arrival_base[rank];
+    }
+    return {memory, is_there ? rank : NONE, is_there ? base + (entry & POSITION_MASK) : NONE};
 }

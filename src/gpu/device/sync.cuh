@@ -32,6 +32,17 @@ DEVICE u64 load_relaxed_system(const u64* at) {
 #endif
 }
 
+// What was written before the store of the word that this reads is visible to this thread, and to those that it then meets at a barrier.
+DEVICE u64 load_acquire_system(const u64* at) {
+#if PLATFORM_AMD
+    return __hip_atomic_load(at, __ATOMIC_ACQUIRE, __HIP_MEMORY_SCOPE_SYSTEM);
+#else
+    u64 value;
+    asm volatile("ld.acquire.sys.global.u64 %0, [%1];" : "=l"(value) : "l"(at) : "memory");
+    return value;
+#endif
+}
+
 DEVICE void store_relaxed_system(u64* at, u64 value) {
 #if PLATFORM_AMD
     __hip_atomic_store(at, value, __ATOMIC_RELAXED, __HIP_MEMORY_SCOPE_SYSTEM);
@@ -66,6 +77,23 @@ DEVICE u32 add_relaxed_device(u32* at, u32 value) {
     u32 before;
     asm volatile("atom.relaxed.gpu.global.add.u32 %0, [%1], %2;" : "=r"(before) : "l"(at), "r"(value) : "memory");
     return before;
+#endif
+}
+
+// Within one block, in shared memory.
+DEVICE void set_bits_shared(u32* at, u32 bits) {
+#if PLATFORM_AMD
+    __hip_atomic_fetch_or(at, bits, __ATOMIC_RELAXED, __HIP_MEMORY_SCOPE_WORKGROUP);
+#else
+    atomicOr(at, bits);
+#endif
+}
+
+DEVICE void add_shared(u32* at, u32 value) {
+#if PLATFORM_AMD
+    __hip_atomic_fetch_add(at, value, __ATOMIC_RELAXED, __HIP_MEMORY_SCOPE_WORKGROUP);
+#else
+    atomicAdd(at, value);
 #endif
 }
 

@@ -15,10 +15,10 @@ constexpr u32 GROUPS = (ROW_VECTORS + WARP - 1) / WARP + (ROUTE_VECTORS + WARP -
 constexpr u64 MESSAGE_BYTES = GROUPS * WARP * 32ull;
 constexpr u32 TILE = 64; // arbitrary: at most 32 tokens are expected here
 constexpr u32 TILE_WARPS = TILE / WARP;
+static_assert(!BY_EXPERT, "Expert layouts take the other path.");
 static_assert(PART_VECTORS % WARP == 0 || PARTS == 1, "A part is whole groups.");
 
 struct LowLatencyParameters {
-    Rank me;
     Call call;
     const char* x;
     u64 x_stride;
@@ -27,6 +27,7 @@ struct LowLatencyParameters {
     u64 staging;
     u32 copies;
     u32 spare;
+    Rank me;
 };
 
 struct Shared {
@@ -36,8 +37,11 @@ struct Shared {
     u32 running[WORLD]; // tokens for each rank before the tile
     u32 matrix[WORLD][WORLD];
     Decision decision;
+    u64 epoch;
+    u32 aborted;
+    u32 problem;
     u32 is_last;
-    u32 has_failed;
+    u32 is_refused;
 };
 
 // Routes one tile into shared memory and adds its counts to `running`, after which `sent` holds positions. Only the first TILE threads work.
@@ -107,33 +111,35 @@ KERNEL(THREADS) low_latency(PARAMETERS(LowLatencyParameters) p) {
     const u32 thread = thread_idx(), lane = thread % WARP, warp = thread / WARP;
     const u32 block = block_idx_x(), blocks = grid_blocks();
     const u32 warps = blocks * NUM_WARPS, my_warp = block * NUM_WARPS + warp;
+    // The last threads talk to the peers: few tokens leave them free, and the fence overlaps what the others load.
+    const u32 talker = THREADS - 1 - thread;
     wait_for_dependencies();
     // sync counts: release, before this thread's first load; pairs with the acquire below on every peer
-    if (block == 0 && thread < WORLD * WORLD) fence_system();
-    const u64 epoch = me.state->epoch + 1;
-    const bool aborted = is_aborted(me);
+    if (block == 0 && talker < WORLD * WORLD) fence_system();
+    if (thread == 0) {
+        s.epoch = me.state->epoch + 1;
+        s.aborted = is_aborted(me);
+        s.problem = s.aborted ? FAILED : 0;
+    }
     u32 num_tokens = REPLAY ? call.routing->num_tokens : call.device_tokens ? *call.device_tokens : call.num_tokens;
     const bool is_oversize = num_tokens > call.max_tokens;
     const u32 asked = num_tokens;
     if (is_oversize) num_tokens = 0;
-    const u64 tag = (epoch & 0xFFFFFFFF) << 32;
-    const u64 copy = epoch % p.copies;
     const u32 num_tiles = (num_tokens + TILE - 1) / TILE;
     for (u32 r = thread; r < WORLD; r += THREADS) s.running[r] = 0;
-    if (thread == 0) s.has_failed = 0;
-    block_barrier();
-    // Who comes last knows that every block has read the epoch.
-    if (thread == 0) s.is_last = add_relaxed_device(&me.state->arrived, 1) == blocks - 1;
+    if (num_tiles == 0) block_barrier();
 
     // (2) This rank's words, once all tokens are counted.
     const auto post = [&]() {
-        if (block != 0 || aborted) return;
-        for (u32 i = thread; i < WORLD * WORLD; i += THREADS) {
+        if (block != 0 || s.aborted) return;
+        for (u32 i = talker; i < WORLD * WORLD; i += THREADS) {
             const u32 peer = i / WORLD, r = i % WORLD;
-            store_relaxed_system(word_at(me, peer, COUNTS, count_index(epoch, me.rank, r)), count_word(me, epoch, r, s.running[r], is_oversize, asked));
+            store_relaxed_system(word_at(me, peer, COUNTS, count_index(s.epoch, me.rank, r)), count_word(me, s.epoch, r, s.running[r], is_oversize, asked));
         }
     };
     const auto write_row = [&](u32 tile, bool is_staging) {
+        const u64 copy = s.epoch % p.copies;
+        const u64 tag = (s.epoch & 0xFFFFFFFF) << 32;
         const u32 first = tile * TILE;
         const u32 rows = num_tokens - first < TILE ? num_tokens - first : TILE;
         for (u32 item = my_warp; item < rows * PARTS; item += warps) {
@@ -180,7 +186,7 @@ KERNEL(THREADS) low_latency(PARAMETERS(LowLatencyParameters) p) {
         route_tile(p, s, tile * TILE, num_tokens);
         block_barrier();
         if (tile == num_tiles - 1) post();
-        if (!aborted) write_row(tile, true);
+        if (!s.aborted) write_row(tile, true);
         // What is kept, by another block than the one that posts.
         if (block == (tile + 1) % blocks) {
             const u32 first = tile * TILE;
@@ -191,9 +197,18 @@ KERNEL(THREADS) low_latency(PARAMETERS(LowLatencyParameters) p) {
         if (num_tiles > 1) block_barrier();
     }
 
-    // (3) Everybody's words.
-    u32 problem = aborted ? FAILED : 0;
-    for (u32 i = thread; i < WORLD * WORLD && !aborted; i += THREADS) {
+    // (3) Everybody's words. sync counts: acquire, pairs with the release at entry of every peer
+    const u64 epoch = s.epoch;
+    const bool aborted = s.aborted;
+    const u64 tag = (epoch & 0xFFFFFFFF) << 32;
+    const u64 copy = epoch % p.copies;
+    // Who comes last knows that every block has read the epoch.
+    if (thread == 0 && add_relaxed_device(&me.state->arrived, 1) == blocks - 1) {
+        me.state->arrived = 0;
+        me.state->epoch = epoch;
+    }
+    u32 problem = 0;
+    for (u32 i = talker; i < WORLD * WORLD && !aborted; i += THREADS) {
         const u32 sender = i / WORLD, r = i % WORLD;
         const u64 word = wait_for<true>(me, OP, PHASE_COUNTS, sender, word_at(me, me.rank, COUNTS, count_index(epoch, sender, r)), epoch);
         const u32 count = (u32)(word >> COUNT_SHIFT & COUNT_MASK);
@@ -201,14 +216,14 @@ KERNEL(THREADS) low_latency(PARAMETERS(LowLatencyParameters) p) {
         s.matrix[sender][r] = count;
         if (block == 0) call.counts[sender * NUM_WORDS + r] = count;
     }
-    // sync counts: acquire, pairs with the release at entry of every peer
-    if (thread < WORLD * WORLD) fence_system();
+    if (problem != 0) set_bits_shared(&s.problem, problem);
     block_barrier();
-    if (thread == 0 && s.is_last) {
-        me.state->arrived = 0;
-        me.state->epoch = epoch;
+    if (warp == 0) {
+        const bool is_refused = decide(me, call, s.matrix, s.problem, epoch, asked, num_tokens, block == 0, s.decision);
+        if (lane == 0) s.is_refused = is_refused;
     }
-    if (decide(me, call, s.matrix, problem, epoch, asked, num_tokens, block == 0, s.decision)) return;
+    block_barrier();
+    if (s.is_refused) return;
 
     // (4, 5) Rows that no message holds.
     const bool is_beyond = block_any(thread < WORLD && s.matrix[me.rank][thread < WORLD ? thread : 0] > STAGED_ROWS);
@@ -275,10 +290,9 @@ KERNEL(THREADS) low_latency(PARAMETERS(LowLatencyParameters) p) {
     // (6)
     if (block != 0) return;
     for (u32 peer = thread; peer < WORLD; peer += THREADS) {
+        // sync done: acquire, pairs with the release above on every peer
         if (s.matrix[peer][me.rank] > STAGED_ROWS) {
             wait_for<false>(me, OP, PHASE_ROWS, peer, word_at(me, me.rank, DONE, peer), epoch);
-            // sync done: acquire, pairs with the release above on every peer
-            fence_system();
         }
     }
     block_barrier();

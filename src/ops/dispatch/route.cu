@@ -5,22 +5,31 @@
 // Work       a grid of 1 to MAX_BLOCKS cooperative blocks, each a run of tokens, a thread per token; block 0 talks to the peers.
 // Shared     totals by warp and by block, the count matrix: struct Shared.
 // Sync       counts: the posting threads of block 0 fence at entry (nothing that this kernel does is released by these words, only what came before
-//            it), then store; pairs with the fence after the polls of every peer (2, 3). blocks: words tagged with the epoch, released by nothing.
+//            it), then store; pairs with the acquiring polls of every peer (2, 3). blocks: words tagged with the epoch, released by nothing.
 // Requires   T <= max_tokens or the refusal path; THREADS a multiple of WARP; the kernel before this one in the stream has ended (waited for).
 
 constexpr u32 MAX_BLOCKS = 16; // measured (H200): 16 blocks route 4096 tokens no faster than 8
 
 struct RouteParameters {
-    Rank me;
     Call call;
     u64* block_words; // [MAX_BLOCKS, NUM_WORDS]
+    Rank me;
 };
+
+constexpr u32 TILE = bits_tile(THREADS);
 
 struct Shared {
     u32 warp_totals[NUM_WARPS][WORLD];
     u32 block_totals[MAX_BLOCKS][WORLD];
     u32 matrix[WORLD][WORLD];
     Decision decision;
+    u64 epoch;
+    u32 aborted;
+    u32 problem;
+    // Expert layouts.
+    ExpertTile<TILE> experts;
+    u32 expert_totals[EXPERTS]; // of this block; in block 0 then of this rank
+    u32 expert_rows[EXPERTS];   // of all ranks
 };
 
 DEVICE void store_totals(Shared& s, u32 warp, u32 lane, u32 low, u32 high) {
@@ -41,11 +50,16 @@ KERNEL(THREADS) route(PARAMETERS(RouteParameters) p) {
     const Call& call = p.call;
     const u32 thread = thread_idx(), lane = thread % WARP, warp = thread / WARP;
     const u32 block = block_idx_x(), blocks = grid_blocks();
+    // The last threads talk to the peers: few tokens leave them free, and the fence overlaps what the others load.
+    const u32 talker = THREADS - 1 - thread;
     wait_for_dependencies();
     // sync counts: release, before this thread's first load; pairs with the acquire below on every peer
-    if (block == 0 && thread < WORLD * NUM_WORDS) fence_system();
-    const u64 epoch = me.state->epoch + 1;
-    const bool aborted = is_aborted(me);
+    if (block == 0 && talker < WORLD * NUM_WORDS) fence_system();
+    if (thread == 0) {
+        s.epoch = me.state->epoch + 1;
+        s.aborted = is_aborted(me);
+        s.problem = s.aborted ? FAILED : 0;
+    }
     u32 num_tokens = REPLAY ? call.routing->num_tokens : call.device_tokens ? *call.device_tokens : call.num_tokens;
     const bool is_oversize = num_tokens > call.max_tokens;
     const u32 asked = num_tokens;
@@ -54,21 +68,35 @@ KERNEL(THREADS) route(PARAMETERS(RouteParameters) p) {
     const u32 chunk = (num_tokens + blocks - 1) / blocks;
     const u32 first = chunk * block < num_tokens ? chunk * block : num_tokens;
     const u32 end = first + chunk < num_tokens ? first + chunk : num_tokens;
-    const u32 num_tiles = (end - first + THREADS - 1) / THREADS;
+    const u32 num_tiles = (end - first + TILE - 1) / TILE;
     i32 ids[K];
     u64 mask = 0;
+    for (u32 e = thread; BY_EXPERT && e < EXPERTS; e += THREADS) {
+        s.expert_totals[e] = 0;
+        s.expert_rows[e] = 0;
+        s.experts.running[e] = 0;
+    }
+    if (BY_EXPERT) block_barrier();
     if (!REPLAY) {
         u32 low = 0, high = 0;
         for (u32 tile = 0; tile < num_tiles; tile++) {
-            const u32 token = first + tile * THREADS + thread;
-            mask = token < end ? destinations(me, call, token, ids) : 0;
+            const u32 token = first + tile * TILE + thread;
+            const bool has_token = thread < TILE && token < end;
+            mask = has_token ? destinations(me, call, token, ids) : 0;
             count_lanes(mask, lane, low, high);
+            if (BY_EXPERT && has_token) {
+#pragma unroll
+                for (u32 r = 0; r < K; r++) {
+                    if (ids[r] >= 0) add_shared(&s.expert_totals[ids[r]], 1);
+                }
+            }
         }
         store_totals(s, warp, lane, low, high);
     }
     block_barrier();
-
-    u32 problem = aborted ? FAILED : 0;
+    const u64 epoch = s.epoch;
+    const bool aborted = s.aborted;
+    u32 problem = 0;
     // Totals of every block, as far as this block needs them.
     if (!REPLAY && blocks > 1) {
         if (thread < WORLD) store_relaxed_device(p.block_words + block * NUM_WORDS + thread, epoch << EPOCH_SHIFT | total_below(s, NUM_WARPS, thread));
@@ -79,10 +107,22 @@ KERNEL(THREADS) route(PARAMETERS(RouteParameters) p) {
             if (word == 0) problem |= FAILED;
             s.block_totals[b][r] = (u32)(word & ((1 << EPOCH_SHIFT) - 1));
         }
+        if (BY_EXPERT) {
+            for (u32 e = thread; e < EXPERTS; e += THREADS) store_relaxed_device(p.block_words + block * NUM_WORDS + WORLD + e, epoch << EPOCH_SHIFT | s.expert_totals[e]);
+            block_barrier();
+            // Rows of lower blocks; block 0 instead adds up the whole rank.
+            for (u32 i = thread + (block == 0 ? EXPERTS : 0); i < needed * EXPERTS; i += THREADS) {
+                const u32 b = i / EXPERTS, e = i % EXPERTS;
+                const u64 word = wait_for<true>(me, OP, PHASE_BLOCKS, me.rank, p.block_words + b * NUM_WORDS + WORLD + e, epoch);
+                if (word == 0) problem |= FAILED;
+                add_shared(block == 0 ? &s.expert_totals[e] : &s.experts.running[e], (u32)(word & ((1 << EPOCH_SHIFT) - 1)));
+            }
+        }
         block_barrier();
     }
     const auto own_count = [&](u32 r) {
         if (REPLAY) return call.counts[me.rank * NUM_WORDS + r];
+        if (r >= WORLD) return s.expert_totals[r - WORLD < EXPERTS ? r - WORLD : 0];
         if (blocks == 1) return total_below(s, NUM_WARPS, r);
         u32 sum = 0;
         for (u32 b = 0; b < blocks; b++) sum += s.block_totals[b][r];
@@ -91,8 +131,8 @@ KERNEL(THREADS) route(PARAMETERS(RouteParameters) p) {
 
     // (2) This rank's words, which are its credit for the bank that they name.
     if (block == 0 && !aborted) {
-        for (u32 i = thread; i < WORLD * WORLD; i += THREADS) {
-            const u32 peer = i / WORLD, r = i % WORLD;
+        for (u32 i = talker; i < WORLD * NUM_WORDS; i += THREADS) {
+            const u32 peer = i / NUM_WORDS, r = i % NUM_WORDS;
             store_relaxed_system(word_at(me, peer, COUNTS, count_index(epoch, me.rank, r)), count_word(me, epoch, r, own_count(r), is_oversize, asked));
         }
     }
@@ -107,11 +147,12 @@ KERNEL(THREADS) route(PARAMETERS(RouteParameters) p) {
             }
         }
         for (u32 tile = 0; tile < num_tiles; tile++) {
-            const u32 token = first + tile * THREADS + thread;
+            const u32 token = first + tile * TILE + thread;
+            const bool has_token = thread < TILE && token < end;
             if (num_tiles > 1) {
                 block_barrier();
                 u32 low = 0, high = 0;
-                mask = token < end ? destinations(me, call, token, ids) : 0;
+                mask = has_token ? destinations(me, call, token, ids) : 0;
                 count_lanes(mask, lane, low, high);
                 store_totals(s, warp, lane, low, high);
                 block_barrier();
@@ -127,9 +168,15 @@ KERNEL(THREADS) route(PARAMETERS(RouteParameters) p) {
                 const u32 base = from_lane(r < WARP ? before_low : before_high, r % WARP);
                 if (goes) to[num++] = r << RANK_SHIFT | (base + num_bits(lanes & ((1ull << lane) - 1)));
             }
-            if (token < end) {
+            u32 positions[K];
+            if (BY_EXPERT) place_experts(s.experts, ids, has_token, positions);
+            if (has_token) {
                 for (; num < NUM_DESTINATIONS; num++) to[num] = NONE;
                 write_record(me, call, token, ids, call.records + (u64)token * ROUTE_BYTES);
+                if (BY_EXPERT) {
+#pragma unroll
+                    for (u32 r = 0; r < K; r++) call.rows[(u64)token * K + r] = positions[r];
+                }
             }
             if (num_tiles > 1 && lane < WORLD) base_low += total_below(s, NUM_WARPS, lane);
             if (num_tiles > 1 && WORLD > WARP && lane + WARP < WORLD) base_high += total_below(s, NUM_WARPS, lane + WARP);
@@ -137,21 +184,29 @@ KERNEL(THREADS) route(PARAMETERS(RouteParameters) p) {
     }
     if (block != 0) return; // ends: its dependents need not wait for it
 
-    // (3) Everybody's words.
-    for (u32 i = thread; i < WORLD * WORLD && !aborted; i += THREADS) {
-        const u32 sender = i / WORLD, r = i % WORLD;
+    // (3) Everybody's words. sync counts: acquire, pairs with the release at entry of every peer
+    for (u32 i = talker; i < WORLD * NUM_WORDS && !aborted; i += THREADS) {
+        const u32 sender = i / NUM_WORDS, r = i % NUM_WORDS;
         const u64 word = wait_for<true>(me, OP, PHASE_COUNTS, sender, word_at(me, me.rank, COUNTS, count_index(epoch, sender, r)), epoch);
         const u32 count = (u32)(word >> COUNT_SHIFT & COUNT_MASK);
         problem |= problem_of(me, word);
         if (REPLAY && count != call.counts[sender * NUM_WORDS + r]) problem |= OTHER_ROUTING;
-        s.matrix[sender][r] = count;
+        if (r < WORLD) {
+            s.matrix[sender][r] = count;
+        } else {
+            add_shared(&s.expert_rows[r - WORLD < EXPERTS ? r - WORLD : 0], count);
+        }
         if (!REPLAY) call.counts[sender * NUM_WORDS + r] = count;
     }
-    // sync counts: acquire, pairs with the release at entry of every peer
-    if (thread < WORLD * WORLD) fence_system();
+    if (problem != 0) set_bits_shared(&s.problem, problem);
     block_barrier();
-    if (thread == 0) me.state->epoch = epoch;
-    if (decide(me, call, s.matrix, problem, epoch, asked, num_tokens, true, s.decision)) return;
+    if (BY_EXPERT) {
+        if (s.problem == 0) place_segments(me, call, s.expert_rows, true, s.decision);
+        block_barrier();
+    }
+    if (warp != 0) return;
+    if (lane == 0) me.state->epoch = epoch;
+    if (decide(me, call, s.matrix, s.problem, epoch, asked, num_tokens, true, s.decision)) return;
     // Only now: a dependent that starts before the words of late peers would hold the place that they need.
     launch_dependents();
 }

@@ -2,6 +2,7 @@
 // Needs layout.cuh and its constants, and:
 //   THREADS      of a block
 //   REPLAY       the routing is kept, only counts are exchanged
+//   MAY_DROP     rows beyond the buffers are dropped
 //   Index        i32 or i64
 
 constexpr u32 NUM_WARPS = THREADS / WARP;
@@ -19,13 +20,68 @@ struct Call {
     u32 num_tokens;
     u32 max_tokens;
     u32 max_rows;
-    u32 may_drop;
+    u32 spare;
     RoutingHead* routing;
     u32* counts;      // [WORLD, NUM_WORDS]
     u32* sent;        // [T, NUM_DESTINATIONS]
     char* records;    // [T, ROUTE_BYTES]
     BankHead* arrival;
+    // Expert layouts.
+    u32* rows;           // [T, K] position among this rank's rows of the expert, NONE where masked
+    Place* places;       // [NUM_EXPERTS] of this rank's rows
+    Place* arriving;     // [WORLD, local experts] of the rows that come here
+    u32* expert_rows;    // [local experts] rows kept
+    u32* segment_start;  // [local experts + 1]
+    u32 segment_align;   // rows to whose multiple a segment is padded
+    u32 rows_per_expert; // most rows that a segment keeps
 };
+
+// Tokens routed at a time. Expert layouts: limited by the bits of all experts in shared memory.
+constexpr u32 EXPERTS = BY_EXPERT ? NUM_EXPERTS : 1;
+constexpr u32 BIT_BYTES = 16384; // derived: with three words for each of 2048 experts it stays below 48 KB of static shared memory
+DEVICE constexpr u32 bits_tile(u32 most) {
+    u32 tile = most;
+    while (BY_EXPERT && tile > WARP && EXPERTS * tile / 8 > BIT_BYTES) tile /= 2;
+    return tile;
+}
+static_assert(EXPERTS <= 2048, "The expert layouts keep a word for each expert in shared memory.");
+
+// The routes of a tile by expert: one bit for each token.
+template <u32 TILE> struct ExpertTile {
+    u32 bits[EXPERTS][TILE / 32];
+    u32 running[EXPERTS]; // rows before the tile
+};
+
+// The positions of a tile's routes among the rows of their experts, in the order of tokens. All threads take part; the first TILE have a token.
+template <u32 TILE> DEVICE void place_experts(ExpertTile<TILE>& tile, const i32 (&ids)[K], bool has_token, u32 (&positions)[K]) {
+    const u32 thread = thread_idx();
+    for (u32 i = thread; i < EXPERTS * (TILE / 32); i += THREADS) tile.bits[i / (TILE / 32)][i % (TILE / 32)] = 0;
+    block_barrier();
+    if (has_token) {
+#pragma unroll
+        for (u32 r = 0; r < K; r++) {
+            if (ids[r] >= 0) set_bits_shared(&tile.bits[ids[r]][thread / 32], 1u << thread % 32);
+        }
+    }
+    block_barrier();
+    if (has_token) {
+#pragma unroll
+        for (u32 r = 0; r < K; r++) {
+            positions[r] = NONE;
+            if (ids[r] < 0) continue;
+            u32 n = tile.running[ids[r]];
+            for (u32 w = 0; w < thread / 32; w++) n += num_bits(tile.bits[ids[r]][w]);
+            positions[r] = n + num_bits(tile.bits[ids[r]][thread / 32] & ((1u << thread % 32) - 1));
+        }
+    }
+    block_barrier();
+    for (u32 e = thread; e < EXPERTS; e += THREADS) {
+        u32 n = tile.running[e];
+        for (u32 w = 0; w < TILE / 32; w++) n += num_bits(tile.bits[e][w]);
+        tile.running[e] = n;
+    }
+    block_barrier();
+}
 
 // What is wrong with a call, in bits.
 constexpr u32 OVERSIZE = 1, FAILED = 2, OTHER_CALL = 4, OTHER_ROUTING = 8;
@@ -91,58 +147,130 @@ DEVICE u32 problem_of(const Rank& me, u64 word) {
 struct Decision {
     u32 base[WORLD];      // arrivals of lower ranks at each rank
     u32 start[WORLD + 1]; // arrivals here of each sender
-    u32 dropped[WORLD];
+    u32 demand[WORLD];    // rows that each rank needs
+    u32 dropped[WORLD];   // of this rank's rows there
+    u32 dropped_here;
+    u32 num_rows;
 };
 
-// From the whole count matrix: whether the call goes on, where this rank's rows begin, what it receives. All ranks decide alike. One block writes
-// what is kept. All threads take part; `d` is theirs afterwards.
+constexpr u32 TOO_MANY_ROWS = 16;
+
+// Expert layouts: where the segments of every rank begin and what they keep. `rows` [NUM_EXPERTS]: all rows of each expert.
+DEVICE void place_segments(const Rank& me, const Call& call, const u32* rows, bool writes, Decision& d) {
+    const u32 lane = thread_idx() % WARP;
+    const u32 limit = BY_EXPERT == 1 && !MAY_DROP ? NONE : call.rows_per_expert;
+    for (u32 rank = thread_idx() / WARP; rank < WORLD; rank += NUM_WARPS) {
+        const u32 first = first_expert_of(me, rank), end = first_expert_of(me, rank + 1);
+        u32 start = 0, most = 0, dropped = 0, dropped_here = 0;
+        for (u32 i = first; i < end; i += WARP) {
+            const bool is_expert = i + lane < end;
+            const u32 expert = is_expert ? expert_at(me, i + lane) : 0;
+            const u32 all = is_expert ? rows[expert] : 0;
+            const u32 kept = all < limit ? all : limit;
+            const u32 padded = BY_EXPERT == 2 ? call.rows_per_expert : (kept + call.segment_align - 1) / call.segment_align * call.segment_align;
+            const u32 taken = is_expert ? padded : 0;
+            u32 sum = taken; // of this lane and those before
+            for (u32 step = 1; step < WARP; step *= 2) {
+                const u32 below = from_lane(sum, lane >= step ? lane - step : lane);
+                if (lane >= step) sum += below;
+            }
+            const u32 segment = start + sum - taken;
+            if (is_expert) {
+                most = all > most ? all : most;
+                u32 before = 0;
+                for (u32 sender = 0; sender < WORLD; sender++) {
+                    const u32 n = call.counts[sender * NUM_WORDS + WORLD + expert];
+                    const Place place = {segment + before, kept > before ? kept - before : 0};
+                    if (sender == me.rank) {
+                        if (writes && !REPLAY) call.places[expert] = place;
+                        dropped += n > place.room ? n - place.room : 0;
+                    }
+                    if (writes && rank == me.rank) call.arriving[sender * (end - first) + i + lane - first] = place;
+                    before += n;
+                }
+                if (rank == me.rank) dropped_here += all - kept;
+                if (writes && rank == me.rank) {
+                    call.expert_rows[i + lane - first] = kept;
+                    call.segment_start[i + lane - first] = segment;
+                    if (i + lane + 1 == end) call.segment_start[end - first] = segment + taken;
+                }
+            }
+            start += from_lane(sum, WARP - 1);
+        }
+        for (u32 step = 1; step < WARP; step *= 2) {
+            const u32 other = from_lane(most, lane ^ step);
+            most = other > most ? other : most;
+            dropped += from_lane(dropped, lane ^ step);
+            dropped_here += from_lane(dropped_here, lane ^ step);
+        }
+        if (lane == 0) {
+            d.demand[rank] = BY_EXPERT == 2 ? most : start;
+            d.dropped[rank] = dropped;
+            if (rank == me.rank) {
+                d.dropped_here = dropped_here;
+                d.num_rows = start;
+            }
+        }
+    }
+}
+
+// From the whole count matrix: whether the call goes on, where this rank's rows begin, what it receives. All ranks decide alike. Done by the first
+// warp; in the expert layouts after `place_segments` and a barrier. `problem`: what the words said. One block writes what is kept.
 DEVICE bool decide(const Rank& me, const Call& call, const u32 (&matrix)[WORLD][WORLD], u32 problem, u64 epoch, u32 asked, u32 num_tokens, bool writes, Decision& d) {
-    const u32 thread = thread_idx();
-    u32 demand = 0, base = 0, start = 0;
-    if (thread < WORLD) {
+    const u32 lane = thread_idx() % WARP;
+    const u32 capacity = BY_EXPERT == 2 ? call.rows_per_expert : call.max_rows;
+    bool is_over = false;
+    for (u32 r = lane; r < WORLD; r += WARP) {
+        u32 demand = 0, base = 0, start = 0;
         for (u32 sender = 0; sender < WORLD; sender++) {
-            const u32 n = matrix[sender][thread];
+            const u32 n = matrix[sender][r];
             demand += n;
             if (sender < me.rank) base += n;
-            if (sender < thread) start += matrix[sender][me.rank];
+            if (sender < r) start += matrix[sender][me.rank];
         }
-        d.base[thread] = base;
-        d.start[thread] = start;
-        if (thread == WORLD - 1) d.start[WORLD] = start + matrix[thread][me.rank];
-        const u32 mine = matrix[me.rank][thread];
-        const u32 room = base < call.max_rows ? call.max_rows - base : 0;
-        d.dropped[thread] = mine > room ? mine - room : 0;
-        if (!call.may_drop && demand > call.max_rows) problem |= 16;
+        d.base[r] = base;
+        d.start[r] = start;
+        if (r == WORLD - 1) d.start[WORLD] = start + matrix[r][me.rank];
+        if (!BY_EXPERT) {
+            const u32 mine = matrix[me.rank][r];
+            const u32 room = base < call.max_rows ? call.max_rows - base : 0;
+            d.demand[r] = demand;
+            d.dropped[r] = mine > room ? mine - room : 0;
+            if (r == me.rank) {
+                d.num_rows = demand < call.max_rows ? demand : call.max_rows;
+                d.dropped_here = demand - d.num_rows;
+            }
+        }
+        is_over |= (BY_EXPERT == 1 || !MAY_DROP) && d.demand[r] > capacity;
     }
-    const bool is_refused = block_any(problem != 0);
-    if (!is_refused) {
-        if (!writes) return false;
-        if (thread < WORLD) {
-            if (!REPLAY) call.routing->arrival_base[thread] = base;
-            call.arrival->arrival_start[thread] = start;
+    if (problem == 0 && lanes_where(is_over) != 0) problem = TOO_MANY_ROWS;
+    warp_barrier();
+    if (!writes) return problem != 0;
+    if (problem == 0) {
+        for (u32 r = lane; r < WORLD; r += WARP) {
+            if (!REPLAY) call.routing->arrival_base[r] = d.base[r];
+            call.arrival->arrival_start[r] = d.start[r];
         }
-        if (thread == me.rank) {
-            const u32 kept = demand < call.max_rows ? demand : call.max_rows;
-            call.arrival->arrival_start[WORLD] = demand;
-            call.arrival->num_arrivals = demand;
-            call.arrival->num_rows = kept;
-            call.arrival->num_dropped = demand - kept;
-            call.arrival->is_valid = 1;
+        if (lane == 0) {
             me.state->bank_epoch[me.bank] = epoch;
-        }
-        if (thread == 0 && !REPLAY) {
-            u32 dropped = 0;
-            for (u32 r = 0; r < WORLD; r++) dropped += d.dropped[r];
-            call.routing->num_dropped = dropped;
-            call.routing->epoch = epoch;
-            call.routing->num_tokens = num_tokens;
+            call.arrival->arrival_start[WORLD] = d.start[WORLD];
+            call.arrival->num_arrivals = d.start[WORLD];
+            call.arrival->num_rows = d.num_rows;
+            call.arrival->num_dropped = d.dropped_here;
+            call.arrival->is_valid = 1;
+            if (!REPLAY) {
+                u32 dropped = 0;
+                for (u32 r = 0; r < WORLD; r++) dropped += d.dropped[r];
+                call.routing->num_dropped = dropped;
+                call.routing->epoch = epoch;
+                call.routing->num_tokens = num_tokens;
+            }
         }
         return false;
     }
     // Refused: whoever comes after sees no rows, writes nothing and waits for nobody.
-    const bool has_failed = block_any(problem & FAILED), is_other = block_any(problem & (OTHER_CALL | OTHER_ROUTING)), is_oversize = block_any(problem & OVERSIZE);
-    if (!writes) return true;
-    if (thread == 0) {
+    if (lane == 0) {
+        me.state->bank_epoch[me.bank] = 0;
         if (!REPLAY) {
             call.routing->epoch = 0;
             call.routing->num_tokens = 0;
@@ -152,17 +280,25 @@ DEVICE bool decide(const Rank& me, const Call& call, const u32 (&matrix)[WORLD][
         call.arrival->num_dropped = 0;
         call.arrival->num_arrivals = 0;
         call.arrival->is_valid = 0;
-        me.state->bank_epoch[me.bank] = 0;
     }
-    if (has_failed) return true;
-    if (thread < WORLD) {
-        u64 tokens = matrix[thread][0];
-        if (WORLD > 1) tokens |= (u64)matrix[thread][WORLD > 1 ? 1 : 0] << 20;
-        store_relaxed_system(&me.host->demand[thread], is_oversize ? (thread == me.rank ? asked : tokens) : demand);
-        store_relaxed_system(&me.host->capacity[thread], is_oversize ? call.max_tokens : call.max_rows);
-        fence_system();
+    if (BY_EXPERT) {
+        const u32 num_local = first_expert_of(me, me.rank + 1) - first_expert_of(me, me.rank);
+        for (u32 l = lane; l <= num_local; l += WARP) {
+            if (l < num_local) call.expert_rows[l] = 0;
+            call.segment_start[l] = 0;
+        }
     }
-    block_barrier();
-    if (thread == 0) store_relaxed_system(&me.host->status, epoch << 8 | (is_other ? STATUS_MISMATCH : is_oversize ? STATUS_CAPACITY_TOKENS : STATUS_CAPACITY_ROWS));
+    if (problem & FAILED) return true;
+    const bool is_other = problem & (OTHER_CALL | OTHER_ROUTING), is_oversize = problem & OVERSIZE;
+    for (u32 r = lane; r < WORLD; r += WARP) {
+        u64 tokens = matrix[r][0];
+        if (NUM_WORDS > 1) tokens |= (u64)call.counts[r * NUM_WORDS + 1] << 20; // one rank alone has but 20 bits: its own number is known
+        store_relaxed_system(&me.host->demand[r], is_oversize ? (r == me.rank ? asked : tokens) : d.demand[r]);
+        store_relaxed_system(&me.host->capacity[r], is_oversize ? call.max_tokens : capacity);
+    }
+    fence_system();
+    warp_barrier();
+    const u64 status = is_other ? STATUS_MISMATCH : is_oversize ? STATUS_CAPACITY_TOKENS : BY_EXPERT == 2 ? STATUS_CAPACITY_EXPERT : STATUS_CAPACITY_ROWS;
+    if (lane == 0) store_relaxed_system(&me.host->status, epoch << 8 | status);
     return true;
 }
