@@ -46,9 +46,10 @@ constexpr u32 PHASE_BLOCKS = 1, PHASE_COUNTS = 2, PHASE_ROWS = 3, PHASE_READY = 
 struct State {
     u64 epoch;         // last dispatch or replay; advanced by its first kernel
     u64 bank_epoch[2]; // dispatch that filled the bank; 0 after one that was refused
+    u64 failed;        // in its lower half: a wait of this rank came to its bound
     u32 arrived;       // blocks of the running kernel that have stored their rows; 0 between kernels
-    u32 failed;        // this rank has recorded a failure
-    u64 spare[4];
+    u32 stored;        // the same for a second count in one kernel
+    u64 spare[3];
 };
 
 // In memory of the host that kernels write: what the next call returns as an error.
@@ -135,36 +136,54 @@ DEVICE bool is_aborted(const Rank& me) {
     return load_relaxed_system(word_at(me, me.rank, ABORT, 0)) != 0;
 }
 
-// Records the first failure of this rank at every rank, and makes all of them give up.
-DEVICE void fail(const Rank& me, u32 kind, u32 op, u32 phase, u32 peer, u64 wanted, u64 seen) {
-    if (claim_relaxed_device(&me.state->failed, 1) != 0) return;
-    const u64 arrived = me.state->arrived & 0xFFFFFF;
-    const u64 what = kind | op << 8 | phase << 16 | (u64)me.rank << 24 | (u64)peer << 32 | arrived << 40;
+// A wait that came to its bound. Kept until the end of the kernel, where `report` stands once: code that never runs would lie in the way.
+struct TimedOut {
+    u64 what; // as Failure
+    u64 wanted;
+    u64 seen;
+};
+
+DEVICE TimedOut& timed_out() {
+    SHARED TimedOut first;
+    return first;
+}
+
+// Records a failure at every rank, and makes all of them give up. Only the thread whose wait returned 0 with `failed` set, at the end.
+DEVICE void report(const Rank& me) {
+    const TimedOut& t = timed_out();
     const u64 now = time_ns();
     for (u32 i = 0; i <= WORLD; i++) {
         u64* words = i < WORLD ? word_at(me, i, FAILURES, me.rank * (sizeof(Failure) / 8)) : (u64*)&me.host->failure;
-        store_relaxed_system(words + 1, wanted);
-        store_relaxed_system(words + 2, seen);
+        store_relaxed_system(words + 1, t.wanted);
+        store_relaxed_system(words + 2, t.seen);
         store_relaxed_system(words + 3, now);
-        store_relaxed_system(words, what);
+        store_relaxed_system(words, t.what);
     }
     fence_system();
     store_relaxed_system(&me.host->status, STATUS_FAILED);
     for (u32 i = 0; i < WORLD; i++) store_relaxed_system(word_at(me, i, ABORT, 0), 1);
 }
 
+// The first wait of this rank that comes to its bound is written down; true for the thread that had it. All of its later waits end at once.
+DEVICE bool give_up(const Rank& me, u32 op, u32 phase, u32 peer, u64 wanted, u64 seen) {
+    if (claim_relaxed_device((u32*)&me.state->failed, 1) != 0) return false;
+    const u64 arrived = me.state->arrived & 0xFFFFFF;
+    timed_out() = {FAILED_TIMEOUT | op << 8 | phase << 16 | (u64)me.rank << 24 | (u64)peer << 32 | arrived << 40, wanted, seen};
+    return true;
+}
+
 // Polls a word until it is of the epoch (count words) or at least of it (the others), and acquires. Returns its value, or 0 after a failure of
 // any rank.
-template <bool IS_COUNT> DEVICE u64 wait_for(const Rank& me, u32 op, u32 phase, u32 peer, const u64* at, u64 wanted) {
+template <bool IS_COUNT> DEVICE u64 wait_for(const Rank& me, u32 op, u32 phase, u32 peer, const u64* at, u64 wanted, bool& failed) {
     u64 start = 0;
     for (u32 polls = 0;; polls++) {
         const u64 value = load_acquire_system(at);
         if (IS_COUNT ? value >> EPOCH_SHIFT == wanted : value >= wanted) return value;
         if (polls % 32 != 31) continue; // arbitrary: the clock is read every 20 us at most
         if (start == 0) start = time_ns();
-        if (is_aborted(me)) return 0;
+        if (is_aborted(me) || load_relaxed_device(&me.state->failed) != 0) return 0;
         if (time_ns() - start > me.timeout_ns) {
-            fail(me, FAILED_TIMEOUT, op, phase, peer, wanted, IS_COUNT ? value >> EPOCH_SHIFT : value);
+            failed |= give_up(me, op, phase, peer, wanted, IS_COUNT ? value >> EPOCH_SHIFT : value);
             return 0;
         }
     }

@@ -176,7 +176,7 @@ KERNEL(THREADS) combine(PARAMETERS(CombineParameters) p) {
     const u32 num_items = p.routing->num_tokens * PARTS;
     const LaneRanks ranks = load_lane_ranks(me, p.routing, lane);
     u32 entry = lane < NUM_DESTINATIONS && item / PARTS < p.max_tokens ? p.sent[(u64)(item / PARTS) * NUM_DESTINATIONS + lane] : NONE;
-    bool has_failed = false;
+    bool has_failed = false, failed = false;
     if (WITH_SIGNALS) {
         if (thread < WORLD) {
             const u32 mine = p.counts[me.rank * NUM_WORDS + thread];
@@ -186,9 +186,9 @@ KERNEL(THREADS) combine(PARAMETERS(CombineParameters) p) {
                 if (epoch != 0) store_relaxed_system(word_at(me, thread, READY, me.bank * WORLD + me.rank), epoch);
             }
             // sync ready: acquire
-            if (epoch != 0 && mine != 0) has_failed = wait_for<false>(me, OP_COMBINE, PHASE_READY, thread, word_at(me, me.rank, READY, me.bank * WORLD + thread), epoch) == 0;
+            if (epoch != 0 && mine != 0) has_failed = wait_for<false>(me, OP_COMBINE, PHASE_READY, thread, word_at(me, me.rank, READY, me.bank * WORLD + thread), epoch, failed) == 0;
         }
-        if (block_any(has_failed)) return;
+        if (block_any(has_failed)) item = NONE; // reads nothing
     }
     // Nothing here waits for a peer any more, so a dependent may take the place.
     launch_dependents();
@@ -263,4 +263,5 @@ KERNEL(THREADS) combine(PARAMETERS(CombineParameters) p) {
             }
         }
     }
+    if (failed) report(me);
 }

@@ -87,7 +87,7 @@ DEVICE void put_packets(char* group, u32 lane, Vec16 v, u64 tag) {
 }
 
 // Polls until both packets are there; false after a failure.
-DEVICE bool take_packets(const Rank& me, u32 sender, u64 epoch, const char* group, u32 lane, u64 tag, Vec16& v) {
+DEVICE bool take_packets(const Rank& me, u32 sender, u64 epoch, const char* group, u32 lane, u64 tag, Vec16& v, bool& failed) {
     u64 start = 0;
     for (u32 polls = 0;; polls++) {
         const Packet a = load_packet(group + 16 * lane), b = load_packet(group + 16 * (WARP + lane));
@@ -96,9 +96,9 @@ DEVICE bool take_packets(const Rank& me, u32 sender, u64 epoch, const char* grou
         if ((u32)(a.word[0] >> 32) == want && (u32)(a.word[1] >> 32) == want && (u32)(b.word[0] >> 32) == want && (u32)(b.word[1] >> 32) == want) return true;
         if (polls % 32 != 31) continue; // arbitrary, as in wait_for
         if (start == 0) start = time_ns();
-        if (is_aborted(me)) return false;
+        if (is_aborted(me) || load_relaxed_device(&me.state->failed) != 0) return false;
         if (time_ns() - start > me.timeout_ns) {
-            fail(me, FAILED_TIMEOUT, OP, PHASE_ROWS, sender, epoch, a.word[0] >> 32);
+            failed |= give_up(me, OP, PHASE_ROWS, sender, epoch, a.word[0] >> 32);
             return false;
         }
     }
@@ -208,9 +208,10 @@ KERNEL(THREADS) low_latency(PARAMETERS(LowLatencyParameters) p) {
         me.state->epoch = epoch;
     }
     u32 problem = 0;
+    bool failed = false;
     for (u32 i = talker; i < WORLD * WORLD && !aborted; i += THREADS) {
         const u32 sender = i / WORLD, r = i % WORLD;
-        const u64 word = wait_for<true>(me, OP, PHASE_COUNTS, sender, word_at(me, me.rank, COUNTS, count_index(epoch, sender, r)), epoch);
+        const u64 word = wait_for<true>(me, OP, PHASE_COUNTS, sender, word_at(me, me.rank, COUNTS, count_index(epoch, sender, r)), epoch, failed);
         const u32 count = (u32)(word >> COUNT_SHIFT & COUNT_MASK);
         problem |= problem_of(me, word);
         s.matrix[sender][r] = count;
@@ -223,7 +224,10 @@ KERNEL(THREADS) low_latency(PARAMETERS(LowLatencyParameters) p) {
         if (lane == 0) s.is_refused = is_refused;
     }
     block_barrier();
-    if (s.is_refused) return;
+    if (s.is_refused) {
+        if (failed) report(me);
+        return;
+    }
 
     // (4, 5) Rows that no message holds.
     const bool is_beyond = block_any(thread < WORLD && s.matrix[me.rank][thread < WORLD ? thread : 0] > STAGED_ROWS);
@@ -241,9 +245,9 @@ KERNEL(THREADS) low_latency(PARAMETERS(LowLatencyParameters) p) {
         // sync done: release; every block's rows, then the last block's words
         if (thread == 0) {
             fence_system();
-            s.is_last = add_relaxed_device((u32*)&me.state->spare[0], 1) == blocks - 1;
+            s.is_last = add_relaxed_device(&me.state->stored, 1) == blocks - 1;
             if (s.is_last) {
-                *(u32*)&me.state->spare[0] = 0;
+                me.state->stored = 0;
                 fence_system();
             }
         }
@@ -277,24 +281,19 @@ KERNEL(THREADS) low_latency(PARAMETERS(LowLatencyParameters) p) {
         bool is_there = true;
         for (u32 at = begin + lane; at < part_end && is_there; at += WARP) {
             Vec16 v;
-            is_there = take_packets(me, sender, epoch, message + at / WARP * WARP * 32, lane, tag, v);
+            is_there = take_packets(me, sender, epoch, message + at / WARP * WARP * 32, lane, tag, v, failed);
             if (is_there && slot < call.max_rows) store16(to + 16ull * at, v);
         }
         if (part == 0 && lane < ROUTE_VECTORS && is_there) {
             Vec16 v;
-            is_there = take_packets(me, sender, epoch, message + (ROW_VECTORS + WARP - 1) / WARP * WARP * 32, lane, tag, v);
+            is_there = take_packets(me, sender, epoch, message + (ROW_VECTORS + WARP - 1) / WARP * WARP * 32, lane, tag, v, failed);
             if (is_there && slot < call.max_rows) store16(record + 16 * lane, v);
         }
         if (!is_there) break; // a failure: every rank gives up
     }
-    // (6)
-    if (block != 0) return;
-    for (u32 peer = thread; peer < WORLD; peer += THREADS) {
-        // sync done: acquire, pairs with the release above on every peer
-        if (s.matrix[peer][me.rank] > STAGED_ROWS) {
-            wait_for<false>(me, OP, PHASE_ROWS, peer, word_at(me, me.rank, DONE, peer), epoch);
-        }
+    // (6) sync done: acquire, pairs with the release above on every peer
+    for (u32 peer = thread; block == 0 && peer < WORLD; peer += THREADS) {
+        if (s.matrix[peer][me.rank] > STAGED_ROWS) wait_for<false>(me, OP, PHASE_ROWS, peer, word_at(me, me.rank, DONE, peer), epoch, failed);
     }
-    block_barrier();
-    launch_dependents();
+    if (failed) report(me);
 }

@@ -26,6 +26,8 @@ constexpr u32 SCALE_WORDS = (NUM_SCALE_BYTES + 3) / 4;
 constexpr u32 RECORD_WORDS = BY_EXPERT ? 2 + 3 * K : 2 + 2 * K; // before the scales
 // The record is copied as it is kept: nothing in it depends on the destination, and no scales share its last vector.
 constexpr bool COPIES_RECORD = !BY_EXPERT && !LOCAL_IDS && SCALES != 1;
+// BULK: 0, or rows that a warp keeps in shared memory at a time (dynamic: NUM_WARPS * BULK * ROW_BYTES), moved by the copy engine (sm_90 and later).
+static_assert(BULK == 0 || (PARTS == 1 && !QUANTIZE && BULK >= 2 && NUM_DESTINATIONS <= WARP), "The copy engine moves whole rows as they are.");
 static_assert(THREADS >= WORLD, "One thread signals to each peer.");
 static_assert(ROW_BYTES % 16 == 0, "Rows are copied in vectors of 16 bytes.");
 static_assert(!QUANTIZE || PARTS == 1 || PART_VECTORS % BLOCK_LANES == 0, "A block of 128 elements is quantised by one warp.");
@@ -97,9 +99,15 @@ DEVICE void quantize_piece(Piece& piece) {
 
 KERNEL(THREADS) payload(PARAMETERS(PayloadParameters) p) {
     SHARED u32 is_last;
+    SHARED u64 barriers[BULK ? NUM_WARPS * BULK : 1];
     const Rank& me = p.me;
     const u32 thread = thread_idx(), lane = thread % WARP;
     const u32 blocks = grid_blocks();
+    char* const stages = BULK ? dynamic_shared() + thread / WARP * (BULK * ROW_BYTES) : nullptr;
+    u64* const loaded = barriers + (BULK ? thread / WARP * BULK : 0);
+    u32 round = 0; // rows that this warp has moved
+    if (BULK && lane < (BULK ? BULK : 1)) barrier_init(loaded + lane, 1);
+    if (BULK) warp_barrier();
     const u32 stride = blocks * NUM_WARPS;
     u32 item = (block_idx_x() * THREADS + thread) / WARP;
     wait_for_dependencies();
@@ -111,6 +119,10 @@ KERNEL(THREADS) payload(PARAMETERS(PayloadParameters) p) {
     u32 entry = lane < NUM_DESTINATIONS && item / PARTS < p.max_tokens ? p.sent[(u64)(item / PARTS) * NUM_DESTINATIONS + lane] : NONE;
     if (epoch == 0) return; // refused on all ranks
     const u32 num_items = num_tokens * PARTS;
+    const auto fetch = [&](u32 token, u32 stage) { bulk_load(stages + stage * ROW_BYTES, p.x + token * p.x_stride, ROW_BYTES, loaded + stage); };
+    if (BULK && WITH_ROWS && lane == 0) {
+        for (u32 i = 0; i + 1 < BULK && item + i * stride < num_items; i++) fetch(item + i * stride, i);
+    }
     while (item < num_items) {
         const u32 token = item / PARTS, part = item % PARTS;
         const char* from = p.x + token * p.x_stride;
@@ -118,7 +130,7 @@ KERNEL(THREADS) payload(PARAMETERS(PayloadParameters) p) {
         const u32 begin = part * PART_VECTORS;
         const u32 end = begin + PART_VECTORS < ROW_VECTORS ? begin + PART_VECTORS : ROW_VECTORS;
         Piece piece;
-        if (WITH_ROWS) load_piece(piece, from, begin + lane, end);
+        if (WITH_ROWS && !BULK) load_piece(piece, from, begin + lane, end);
         // Lane d has destination d.
         const Destination destination = destination_of(me, p.routing, ranks, entry);
         const u64 memory = destination.memory;
@@ -147,10 +159,22 @@ KERNEL(THREADS) payload(PARAMETERS(PayloadParameters) p) {
         const u64 record_at = memory + p.record_region + (u64)arrival * RECORD_BYTES;
         const u32 kept = (u32)lanes_where(slot != NONE);                       // destinations that get a row
         const u32 told = BY_EXPERT ? (u32)lanes_where(arrival != NONE) : kept; // and a record
-        if (WITH_ROWS) {
+        if (WITH_ROWS && BULK) {
+            const u32 stage = round % (BULK ? BULK : 1);
+            barrier_wait(loaded + stage, round / (BULK ? BULK : 1) % 2);
+            if (slot != NONE) bulk_store((char*)row_at, stages + stage * ROW_BYTES, ROW_BYTES);
+            bulk_commit();
+            // The stage before this one is free once its stores have read it.
+            bulk_wait_read<1>();
+            warp_barrier();
+            const u32 next = item + (BULK - 2) * stride;
+            if (lane == 0 && next < num_items) fetch(next, (round + BULK - 1) % (BULK ? BULK : 1));
+            round++;
+        }
+        if (WITH_ROWS && !BULK) {
             for (u32 at = begin + lane;;) {
                 quantize_piece(piece);
-                for (u32 rest = BY_EXPERT && QUANTIZE ? told : kept; rest != 0; rest &= rest - 1) {
+                for (u32 rest = BY_EXPERT != 0 && QUANTIZE != 0 ? told : kept; rest != 0; rest &= rest - 1) {
                     const u32 d = lowest_bit(rest);
                     char* to = (char*)from_lane64(row_at, d);
                     if (kept >> d & 1) {
@@ -242,6 +266,7 @@ KERNEL(THREADS) payload(PARAMETERS(PayloadParameters) p) {
             }
         }
     }
+    if (BULK) bulk_wait();
     if (!WITH_SIGNALS) return;
     // sync done: release; every block's rows, then the last block's words
     block_barrier();
@@ -258,5 +283,7 @@ KERNEL(THREADS) payload(PARAMETERS(PayloadParameters) p) {
     if (thread >= WORLD) return;
     store_relaxed_system(word_at(me, thread, DONE, me.rank), epoch);
     // (6) sync done: acquire, pairs with the release above on every peer
-    if (p.waits != 0 && expected != 0) wait_for<false>(me, OP_DISPATCH, PHASE_ROWS, thread, word_at(me, me.rank, DONE, thread), epoch);
+    bool failed = false;
+    if (p.waits != 0 && expected != 0) wait_for<false>(me, OP_DISPATCH, PHASE_ROWS, thread, word_at(me, me.rank, DONE, thread), epoch, failed);
+    if (failed) report(me);
 }

@@ -16,7 +16,7 @@ struct RouteParameters {
     Rank me;
 };
 
-constexpr u32 TILE = bits_tile(THREADS);
+constexpr u32 TILE = MOST_TILE < THREADS ? MOST_TILE : THREADS; // tokens routed at a time
 
 struct Shared {
     u32 warp_totals[NUM_WARPS][WORLD];
@@ -97,13 +97,14 @@ KERNEL(THREADS) route(PARAMETERS(RouteParameters) p) {
     const u64 epoch = s.epoch;
     const bool aborted = s.aborted;
     u32 problem = 0;
+    bool failed = false;
     // Totals of every block, as far as this block needs them.
     if (!REPLAY && blocks > 1) {
         if (thread < WORLD) store_relaxed_device(p.block_words + block * NUM_WORDS + thread, epoch << EPOCH_SHIFT | total_below(s, NUM_WARPS, thread));
         const u32 needed = block == 0 ? blocks : block;
         for (u32 i = thread; i < needed * WORLD; i += THREADS) {
             const u32 b = i / WORLD, r = i % WORLD;
-            const u64 word = wait_for<true>(me, OP, PHASE_BLOCKS, me.rank, p.block_words + b * NUM_WORDS + r, epoch);
+            const u64 word = wait_for<true>(me, OP, PHASE_BLOCKS, me.rank, p.block_words + b * NUM_WORDS + r, epoch, failed);
             if (word == 0) problem |= FAILED;
             s.block_totals[b][r] = (u32)(word & ((1 << EPOCH_SHIFT) - 1));
         }
@@ -113,7 +114,7 @@ KERNEL(THREADS) route(PARAMETERS(RouteParameters) p) {
             // Rows of lower blocks; block 0 instead adds up the whole rank.
             for (u32 i = thread + (block == 0 ? EXPERTS : 0); i < needed * EXPERTS; i += THREADS) {
                 const u32 b = i / EXPERTS, e = i % EXPERTS;
-                const u64 word = wait_for<true>(me, OP, PHASE_BLOCKS, me.rank, p.block_words + b * NUM_WORDS + WORLD + e, epoch);
+                const u64 word = wait_for<true>(me, OP, PHASE_BLOCKS, me.rank, p.block_words + b * NUM_WORDS + WORLD + e, epoch, failed);
                 if (word == 0) problem |= FAILED;
                 add_shared(block == 0 ? &s.expert_totals[e] : &s.experts.running[e], (u32)(word & ((1 << EPOCH_SHIFT) - 1)));
             }
@@ -182,31 +183,33 @@ KERNEL(THREADS) route(PARAMETERS(RouteParameters) p) {
             if (num_tiles > 1 && WORLD > WARP && lane + WARP < WORLD) base_high += total_below(s, NUM_WARPS, lane + WARP);
         }
     }
-    if (block != 0) return; // ends: its dependents need not wait for it
-
-    // (3) Everybody's words. sync counts: acquire, pairs with the release at entry of every peer
-    for (u32 i = talker; i < WORLD * NUM_WORDS && !aborted; i += THREADS) {
-        const u32 sender = i / NUM_WORDS, r = i % NUM_WORDS;
-        const u64 word = wait_for<true>(me, OP, PHASE_COUNTS, sender, word_at(me, me.rank, COUNTS, count_index(epoch, sender, r)), epoch);
-        const u32 count = (u32)(word >> COUNT_SHIFT & COUNT_MASK);
-        problem |= problem_of(me, word);
-        if (REPLAY && count != call.counts[sender * NUM_WORDS + r]) problem |= OTHER_ROUTING;
-        if (r < WORLD) {
-            s.matrix[sender][r] = count;
-        } else {
-            add_shared(&s.expert_rows[r - WORLD < EXPERTS ? r - WORLD : 0], count);
+    if (block == 0) { // the others end: dependents need not wait for them
+        // (3) Everybody's words. sync counts: acquire, pairs with the release at entry of every peer
+        for (u32 i = talker; i < WORLD * NUM_WORDS && !aborted; i += THREADS) {
+            const u32 sender = i / NUM_WORDS, r = i % NUM_WORDS;
+            const u64 word = wait_for<true>(me, OP, PHASE_COUNTS, sender, word_at(me, me.rank, COUNTS, count_index(epoch, sender, r)), epoch, failed);
+            const u32 count = (u32)(word >> COUNT_SHIFT & COUNT_MASK);
+            problem |= problem_of(me, word);
+            if (REPLAY && count != call.counts[sender * NUM_WORDS + r]) problem |= OTHER_ROUTING;
+            if (r < WORLD) {
+                s.matrix[sender][r] = count;
+            } else {
+                add_shared(&s.expert_rows[r - WORLD < EXPERTS ? r - WORLD : 0], count);
+            }
+            if (!REPLAY) call.counts[sender * NUM_WORDS + r] = count;
         }
-        if (!REPLAY) call.counts[sender * NUM_WORDS + r] = count;
-    }
-    if (problem != 0) set_bits_shared(&s.problem, problem);
-    block_barrier();
-    if (BY_EXPERT) {
-        if (s.problem == 0) place_segments(me, call, s.expert_rows, true, s.decision);
+        if (problem != 0) set_bits_shared(&s.problem, problem);
         block_barrier();
+        if (BY_EXPERT) {
+            if (s.problem == 0) place_segments(me, call, s.expert_rows, true, s.decision);
+            block_barrier();
+        }
+        if (warp == 0) {
+            if (lane == 0) me.state->epoch = epoch;
+            decide(me, call, s.matrix, s.problem, epoch, asked, num_tokens, true, s.decision);
+        }
+        // Only now: a dependent that starts before the words of late peers would hold the place that they need.
+        launch_dependents();
     }
-    if (warp != 0) return;
-    if (lane == 0) me.state->epoch = epoch;
-    if (decide(me, call, s.matrix, s.problem, epoch, asked, num_tokens, true, s.decision)) return;
-    // Only now: a dependent that starts before the words of late peers would hold the place that they need.
-    launch_dependents();
+    if (failed) report(me);
 }

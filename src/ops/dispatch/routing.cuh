@@ -39,11 +39,7 @@ struct Call {
 // Tokens routed at a time. Expert layouts: limited by the bits of all experts in shared memory.
 constexpr u32 EXPERTS = BY_EXPERT ? NUM_EXPERTS : 1;
 constexpr u32 BIT_BYTES = 16384; // derived: with three words for each of 2048 experts it stays below 48 KB of static shared memory
-DEVICE constexpr u32 bits_tile(u32 most) {
-    u32 tile = most;
-    while (BY_EXPERT && tile > WARP && EXPERTS * tile / 8 > BIT_BYTES) tile /= 2;
-    return tile;
-}
+constexpr u32 MOST_TILE = BY_EXPERT != 0 ? BIT_BYTES * 8 / EXPERTS / 64 * 64 : THREADS; // whole warps of 64 too
 static_assert(EXPERTS <= 2048, "The expert layouts keep a word for each expert in shared memory.");
 
 // The routes of a tile by expert: one bit for each token.
@@ -95,11 +91,12 @@ DEVICE u64 destinations(const Rank& me, const Call& call, u32 token, i32 (&ids)[
     u64 mask = 0;
 #pragma unroll
     for (u32 r = 0; r < K; r++) {
-        bool is_masked = raw[r] < 0 || raw[r] >= (Index)NUM_EXPERTS;
+        const i32 id = raw[r] >= 0 && raw[r] < (Index)NUM_EXPERTS ? (i32)raw[r] : -1;
+        bool is_new = id >= 0;
 #pragma unroll
-        for (u32 q = 0; q < r; q++) is_masked |= raw[q] == raw[r];
-        ids[r] = is_masked ? -1 : (i32)raw[r];
-        if (!is_masked) mask |= 1ull << owner_of(me, (u32)raw[r]);
+        for (u32 q = 0; q < r; q++) is_new &= ids[q] != id;
+        ids[r] = is_new ? id : -1;
+        if (is_new) mask |= 1ull << owner_of(me, (u32)id);
     }
     return mask;
 }
@@ -214,6 +211,43 @@ DEVICE void place_segments(const Rank& me, const Call& call, const u32* rows, bo
     }
 }
 
+// A refused call: whoever comes after sees no rows, writes nothing and waits for nobody; the host learns why.
+DEVICE void refuse(const Rank& me, const Call& call, const u32 (&matrix)[WORLD][WORLD], u32 problem, u64 epoch, u32 asked, const Decision& d) {
+    const u32 lane = thread_idx() % WARP;
+    const u32 capacity = BY_EXPERT == 2 ? call.rows_per_expert : call.max_rows;
+    if (lane == 0) {
+        me.state->bank_epoch[me.bank] = 0;
+        if (!REPLAY) {
+            call.routing->epoch = 0;
+            call.routing->num_tokens = 0;
+            call.routing->num_dropped = 0;
+        }
+        call.arrival->num_rows = 0;
+        call.arrival->num_dropped = 0;
+        call.arrival->num_arrivals = 0;
+        call.arrival->is_valid = 0;
+    }
+    if (BY_EXPERT) {
+        const u32 num_local = first_expert_of(me, me.rank + 1) - first_expert_of(me, me.rank);
+        for (u32 l = lane; l <= num_local; l += WARP) {
+            if (l < num_local) call.expert_rows[l] = 0;
+            call.segment_start[l] = 0;
+        }
+    }
+    if (problem & FAILED) return;
+    const bool is_other = problem & (OTHER_CALL | OTHER_ROUTING), is_oversize = problem & OVERSIZE;
+    for (u32 r = lane; r < WORLD; r += WARP) {
+        u64 tokens = matrix[r][0];
+        if (NUM_WORDS > 1) tokens |= (u64)call.counts[r * NUM_WORDS + 1] << 20; // one rank alone has but 20 bits: its own number is known
+        store_relaxed_system(&me.host->demand[r], is_oversize ? (r == me.rank ? asked : tokens) : d.demand[r]);
+        store_relaxed_system(&me.host->capacity[r], is_oversize ? call.max_tokens : capacity);
+    }
+    fence_system();
+    warp_barrier();
+    const u64 status = is_other ? STATUS_MISMATCH : is_oversize ? STATUS_CAPACITY_TOKENS : BY_EXPERT == 2 ? STATUS_CAPACITY_EXPERT : STATUS_CAPACITY_ROWS;
+    if (lane == 0) store_relaxed_system(&me.host->status, epoch << 8 | status);
+}
+
 // From the whole count matrix: whether the call goes on, where this rank's rows begin, what it receives. All ranks decide alike. Done by the first
 // warp; in the expert layouts after `place_segments` and a barrier. `problem`: what the words said. One block writes what is kept.
 DEVICE bool decide(const Rank& me, const Call& call, const u32 (&matrix)[WORLD][WORLD], u32 problem, u64 epoch, u32 asked, u32 num_tokens, bool writes, Decision& d) {
@@ -268,37 +302,6 @@ DEVICE bool decide(const Rank& me, const Call& call, const u32 (&matrix)[WORLD][
         }
         return false;
     }
-    // Refused: whoever comes after sees no rows, writes nothing and waits for nobody.
-    if (lane == 0) {
-        me.state->bank_epoch[me.bank] = 0;
-        if (!REPLAY) {
-            call.routing->epoch = 0;
-            call.routing->num_tokens = 0;
-            call.routing->num_dropped = 0;
-        }
-        call.arrival->num_rows = 0;
-        call.arrival->num_dropped = 0;
-        call.arrival->num_arrivals = 0;
-        call.arrival->is_valid = 0;
-    }
-    if (BY_EXPERT) {
-        const u32 num_local = first_expert_of(me, me.rank + 1) - first_expert_of(me, me.rank);
-        for (u32 l = lane; l <= num_local; l += WARP) {
-            if (l < num_local) call.expert_rows[l] = 0;
-            call.segment_start[l] = 0;
-        }
-    }
-    if (problem & FAILED) return true;
-    const bool is_other = problem & (OTHER_CALL | OTHER_ROUTING), is_oversize = problem & OVERSIZE;
-    for (u32 r = lane; r < WORLD; r += WARP) {
-        u64 tokens = matrix[r][0];
-        if (NUM_WORDS > 1) tokens |= (u64)call.counts[r * NUM_WORDS + 1] << 20; // one rank alone has but 20 bits: its own number is known
-        store_relaxed_system(&me.host->demand[r], is_oversize ? (r == me.rank ? asked : tokens) : d.demand[r]);
-        store_relaxed_system(&me.host->capacity[r], is_oversize ? call.max_tokens : capacity);
-    }
-    fence_system();
-    warp_barrier();
-    const u64 status = is_other ? STATUS_MISMATCH : is_oversize ? STATUS_CAPACITY_TOKENS : BY_EXPERT == 2 ? STATUS_CAPACITY_EXPERT : STATUS_CAPACITY_ROWS;
-    if (lane == 0) store_relaxed_system(&me.host->status, epoch << 8 | status);
+    refuse(me, call, matrix, problem, epoch, asked, d);
     return true;
 }
