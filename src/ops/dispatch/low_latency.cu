@@ -26,7 +26,7 @@ struct LowLatencyParameters {
     u64 record_region;
     u64 staging;
     u32 copies;
-    u32 spare;
+    u32 x_rows; // rows of x that may be read
     Rank me;
 };
 
@@ -116,7 +116,8 @@ KERNEL(THREADS) low_latency(PARAMETERS(LowLatencyParameters) p) {
     wait_for_dependencies();
     // sync counts: release, before this thread's first load; pairs with the acquire below on every peer
     if (block == 0 && talker < WORLD * WORLD) fence_system();
-    if (thread == 0) {
+    // The second warp: a wait for these loads would hold up the first one's.
+    if (thread == WARP) {
         s.epoch = me.state->epoch + 1;
         s.aborted = is_aborted(me);
         s.problem = s.aborted ? FAILED : 0;
@@ -127,6 +128,15 @@ KERNEL(THREADS) low_latency(PARAMETERS(LowLatencyParameters) p) {
     if (is_oversize) num_tokens = 0;
     const u32 num_tiles = (num_tokens + TILE - 1) / TILE;
     for (u32 r = thread; r < WORLD; r += THREADS) s.running[r] = 0;
+    // This warp's first piece of a row is on its way before anything is known of it.
+    Vec16 ahead[UNROLL];
+    if (my_warp / PARTS < p.x_rows) {
+#pragma unroll
+        for (u32 u = 0; u < UNROLL; u++) {
+            const u32 at = my_warp % PARTS * PART_VECTORS + u * WARP + lane;
+            if (at < ROW_VECTORS) ahead[u] = load16(p.x + my_warp / PARTS * p.x_stride + 16ull * at);
+        }
+    }
     if (num_tiles == 0) block_barrier();
 
     // (2) This rank's words, once all tokens are counted.
@@ -151,7 +161,11 @@ KERNEL(THREADS) low_latency(PARAMETERS(LowLatencyParameters) p) {
                 Vec16 v[UNROLL];
 #pragma unroll
                 for (u32 u = 0; u < UNROLL; u++) {
-                    if (start + u * WARP + lane < part_end) v[u] = load16(from + 16ull * (start + u * WARP + lane));
+                    if (item == my_warp && start == begin && tile == 0) {
+                        v[u] = ahead[u];
+                    } else if (start + u * WARP + lane < part_end) {
+                        v[u] = load16(from + 16ull * (start + u * WARP + lane));
+                    }
                 }
                 for (u32 d = 0; d < NUM_DESTINATIONS; d++) {
                     const u32 entry = s.sent[token][d];

@@ -49,8 +49,8 @@ struct PayloadParameters {
     u64 scale_rows;    // rows of a column of the scale matrix
     u32 max_rows;
     u32 max_tokens;
-    u32 waits; // 0: the waiting half is another launch
-    u32 spare;
+    u32 x_rows; // rows of x that may be read
+    u32 waits;  // 0: the waiting half is another launch
     Rank me;
 };
 
@@ -68,7 +68,7 @@ struct Piece {
     u32 scale[QUANTIZE ? UNROLL : 1];
 };
 
-DEVICE void load_piece(Piece& piece, const char* from, u32 at, u32 end) {
+DEVICE void load_step(Piece& piece, const char* from, u32 at, u32 end) {
 #pragma unroll
     for (u32 u = 0; u < UNROLL; u++) {
 #pragma unroll
@@ -80,6 +80,24 @@ DEVICE void load_piece(Piece& piece, const char* from, u32 at, u32 end) {
             }
         }
     }
+}
+
+DEVICE u32 end_of(u32 begin) {
+    return begin + PART_VECTORS < ROW_VECTORS ? begin + PART_VECTORS : ROW_VECTORS;
+}
+
+// The first step of an item.
+DEVICE void load_piece(Piece& piece, const PayloadParameters& p, u32 item, u32 lane) {
+    const u32 begin = item % PARTS * PART_VECTORS;
+    load_step(piece, p.x + item / PARTS * p.x_stride, begin + lane, end_of(begin));
+}
+
+// A lane for each (destination, vector) of a token's record.
+constexpr u32 RECORD_STEPS = (NUM_DESTINATIONS * ROUTE_VECTORS + WARP - 1) / WARP;
+
+DEVICE void load_record(Vec16 (&v)[RECORD_STEPS], const PayloadParameters& p, u32 token, u32 lane) {
+#pragma unroll
+    for (u32 i = 0; i < RECORD_STEPS; i++) v[i] = load16(p.records + (u64)token * ROUTE_BYTES + 16 * ((i * WARP + lane) % ROUTE_VECTORS));
 }
 
 // The vectors that travel take the first places of `raw`.
@@ -106,7 +124,7 @@ KERNEL(THREADS) payload(PARAMETERS(PayloadParameters) p) {
     char* const stages = BULK ? dynamic_shared() + thread / WARP * (BULK * ROW_BYTES) : nullptr;
     u64* const loaded = barriers + (BULK ? thread / WARP * BULK : 0);
     u32 round = 0; // rows that this warp has moved
-    if (BULK && lane < (BULK ? BULK : 1)) barrier_init(loaded + lane, 1);
+    if (BULK && lane + 1 <= BULK) barrier_init(loaded + lane, 1);
     if (BULK) warp_barrier();
     const u32 stride = blocks * NUM_WARPS;
     u32 item = (block_idx_x() * THREADS + thread) / WARP;
@@ -117,6 +135,10 @@ KERNEL(THREADS) payload(PARAMETERS(PayloadParameters) p) {
     const LaneRanks ranks = load_lane_ranks(me, p.routing, lane);
     const u32 expected = thread < WORLD ? p.counts[thread * NUM_WORDS + me.rank] : 0; // arrivals from this peer
     u32 entry = lane < NUM_DESTINATIONS && item / PARTS < p.max_tokens ? p.sent[(u64)(item / PARTS) * NUM_DESTINATIONS + lane] : NONE;
+    Piece piece;
+    if (WITH_ROWS && !BULK && item / PARTS < p.x_rows) load_piece(piece, p, item, lane);
+    Vec16 record_vectors[RECORD_STEPS];
+    if (COPIES_RECORD && WITH_RECORDS && item % PARTS == 0 && item / PARTS < p.max_tokens) load_record(record_vectors, p, item / PARTS, lane);
     if (epoch == 0) return; // refused on all ranks
     const u32 num_items = num_tokens * PARTS;
     const auto fetch = [&](u32 token, u32 stage) { bulk_load(stages + stage * ROW_BYTES, p.x + token * p.x_stride, ROW_BYTES, loaded + stage); };
@@ -128,9 +150,7 @@ KERNEL(THREADS) payload(PARAMETERS(PayloadParameters) p) {
         const char* from = p.x + token * p.x_stride;
         const char* record = p.records + (u64)token * ROUTE_BYTES;
         const u32 begin = part * PART_VECTORS;
-        const u32 end = begin + PART_VECTORS < ROW_VECTORS ? begin + PART_VECTORS : ROW_VECTORS;
-        Piece piece;
-        if (WITH_ROWS && !BULK) load_piece(piece, from, begin + lane, end);
+        const u32 end = end_of(begin);
         // Lane d has destination d.
         const Destination destination = destination_of(me, p.routing, ranks, entry);
         const u64 memory = destination.memory;
@@ -216,20 +236,21 @@ KERNEL(THREADS) payload(PARAMETERS(PayloadParameters) p) {
                 }
                 at += STEP;
                 if (at - lane >= end) break;
-                load_piece(piece, from, at, end);
+                load_step(piece, from, at, end);
             }
         }
-        if (!WITH_RECORDS || part != 0) continue;
+        const bool has_record = WITH_RECORDS && part == 0;
         if constexpr (COPIES_RECORD) {
-            // A lane for each (destination, vector).
+            if (has_record) {
 #pragma unroll
-            for (u32 i = 0; i < NUM_DESTINATIONS * ROUTE_VECTORS; i += WARP) {
-                const u32 d = (i + lane) / ROUTE_VECTORS, vector = (i + lane) % ROUTE_VECTORS;
-                char* to = (char*)from_lane64(record_at, d % WARP);
-                if (d < NUM_DESTINATIONS && told >> d & 1) store_row(to + 16 * vector, load16(record + 16 * vector));
+                for (u32 i = 0; i < RECORD_STEPS; i++) {
+                    const u32 d = (i * WARP + lane) / ROUTE_VECTORS, vector = (i * WARP + lane) % ROUTE_VECTORS;
+                    char* to = (char*)from_lane64(record_at, d % WARP);
+                    if (d < NUM_DESTINATIONS && told >> d & 1) store_row(to + 16 * vector, record_vectors[i]);
+                }
             }
         } else {
-            for (u32 rest = told; rest != 0; rest &= rest - 1) {
+            for (u32 rest = has_record ? told : 0; rest != 0; rest &= rest - 1) {
                 const u32 d = lowest_bit(rest);
                 u32* to = (u32*)from_lane64(record_at, d);
                 const u32 to_rank = from_lane(rank, d);
@@ -249,7 +270,7 @@ KERNEL(THREADS) payload(PARAMETERS(PayloadParameters) p) {
         if constexpr (QUANTIZE == 0 && SCALES != 0) {
             // The caller's bytes, which have no alignment.
             const u8* scales = (const u8*)p.scales + token * p.scale_stride;
-            for (u32 rest = SCALES == 1 || BY_EXPERT ? told : kept; rest != 0; rest &= rest - 1) {
+            for (u32 rest = !has_record ? 0 : SCALES == 1 || BY_EXPERT ? told : kept; rest != 0; rest &= rest - 1) {
                 const u32 d = lowest_bit(rest);
                 if (SCALES == 1 || BY_EXPERT) {
                     u8* to = (u8*)from_lane64(record_at, d) + 4 * RECORD_WORDS;
@@ -265,6 +286,10 @@ KERNEL(THREADS) payload(PARAMETERS(PayloadParameters) p) {
                 }
             }
         }
+        if (item >= num_items) break;
+        // The registers are free: the next row is on its way before its list is looked at.
+        if (WITH_ROWS && !BULK) load_piece(piece, p, item, lane);
+        if (COPIES_RECORD && WITH_RECORDS && item % PARTS == 0) load_record(record_vectors, p, item / PARTS, lane);
     }
     if (BULK) bulk_wait();
     if (!WITH_SIGNALS) return;

@@ -16,6 +16,7 @@ struct RouteParameters {
     Rank me;
 };
 
+static_assert(THREADS >= 2 * WARP, "The second warp has work of its own.");
 constexpr u32 TILE = MOST_TILE < THREADS ? MOST_TILE : THREADS; // tokens routed at a time
 
 struct Shared {
@@ -55,7 +56,8 @@ KERNEL(THREADS) route(PARAMETERS(RouteParameters) p) {
     wait_for_dependencies();
     // sync counts: release, before this thread's first load; pairs with the acquire below on every peer
     if (block == 0 && talker < WORLD * NUM_WORDS) fence_system();
-    if (thread == 0) {
+    // The second warp: a wait for these loads would hold up the first one's.
+    if (thread == WARP) {
         s.epoch = me.state->epoch + 1;
         s.aborted = is_aborted(me);
         s.problem = s.aborted ? FAILED : 0;
@@ -65,7 +67,7 @@ KERNEL(THREADS) route(PARAMETERS(RouteParameters) p) {
     const u32 asked = num_tokens;
     if (is_oversize) num_tokens = 0;
 
-    const u32 chunk = (num_tokens + blocks - 1) / blocks;
+    const u32 chunk = blocks == 1 ? num_tokens : (num_tokens + blocks - 1) / blocks;
     const u32 first = chunk * block < num_tokens ? chunk * block : num_tokens;
     const u32 end = first + chunk < num_tokens ? first + chunk : num_tokens;
     const u32 num_tiles = (end - first + TILE - 1) / TILE;
@@ -200,6 +202,8 @@ KERNEL(THREADS) route(PARAMETERS(RouteParameters) p) {
         }
         if (problem != 0) set_bits_shared(&s.problem, problem);
         block_barrier();
+        // Only now: a dependent that starts before the words of late peers would hold the place that they need.
+        launch_dependents();
         if (BY_EXPERT) {
             if (s.problem == 0) place_segments(me, call, s.expert_rows, true, s.decision);
             block_barrier();
@@ -208,8 +212,6 @@ KERNEL(THREADS) route(PARAMETERS(RouteParameters) p) {
             if (lane == 0) me.state->epoch = epoch;
             decide(me, call, s.matrix, s.problem, epoch, asked, num_tokens, true, s.decision);
         }
-        // Only now: a dependent that starts before the words of late peers would hold the place that they need.
-        launch_dependents();
     }
     if (failed) report(me);
 }
