@@ -264,10 +264,15 @@ KERNEL(THREADS) gate(PARAMETERS(Parameters) p) {
 #pragma unroll
         for (int v = 0; v < NUM_KEPT; v++) load_columns(column(v), s[v], before[v]);
     }
-    // Arithmetic on x would be put before the loads of s, and wait there. It cannot be when it needs the address of s, whose upper bits are 0 (spec:
-    // 57 bits of address at most).
-    if constexpr (HAS_ROWS && HAS_DOT) {
-        const u32 zero = (u32)((u64)s_at >> 60);
+    if constexpr (HAS_DOT) {
+        // Everything is on its way before anything is used: without a branch arithmetic would be put between the loads and wait there. No launch
+        // takes it: the host chose ONE_PASS by the same comparison.
+        if ((k <= BATCH * PASS) != ONE_PASS) return;
+    }
+    // What the branch does not hold back is held back by an operand: the address and the number of the columns, of whose highest bits (spec: an
+    // address has 57 at most; Requires) zero is made.
+    if constexpr (HAS_DOT && HAS_ROWS) {
+        const u32 zero = (u32)((u64)s_at >> 60) | end >> 31;
 #pragma unroll
         for (int b = 0; b < BATCH; b++) {
 #pragma unroll
