@@ -23,7 +23,6 @@ use rayon::iter::{IntoParallelRefIterator, ParallelIterator};
 
 use super::jit;
 use super::nvrtc::Nvrtc;
-use super::plain::PlainSpec;
 use super::program::{Program, Source, Spec, Targets};
 use crate::error::{Error, Result};
 use crate::measure::ceiling::CeilingSpec;
@@ -36,9 +35,9 @@ pub use table::{cells, difference, markdown};
 
 /// Every kernel with every set of constants that is shipped, by operation, then those of the benchmarks.
 pub fn catalogue() -> Vec<Program> {
-    let operations: [fn() -> Vec<Program>; 1] = [ops::gate::programs];
-    let of_benchmarks = CeilingSpec::ALL.iter().map(Spec::program).chain(PlainSpec::all().iter().map(Spec::program)).collect::<Vec<_>>();
-    operations.iter().flat_map(|programs| programs()).chain(of_benchmarks).collect()
+    let all: [fn() -> Vec<Program>; 3] =
+        [ops::gate::programs, || CeilingSpec::ALL.iter().map(Spec::program).collect(), super::plain::programs];
+    all.iter().flat_map(|programs| programs()).collect()
 }
 
 /// What a compiler says a kernel needs.
