@@ -159,7 +159,7 @@ DEVICE void report(const Rank& me) {
         store_relaxed_system(words + 3, now);
         store_relaxed_system(words, t.what);
     }
-    fence_system();
+    release_system();
     store_relaxed_system(&me.host->status, STATUS_FAILED);
     for (u32 i = 0; i < WORLD; i++) store_relaxed_system(word_at(me, i, ABORT, 0), 1);
 }

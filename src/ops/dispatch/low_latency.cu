@@ -48,10 +48,10 @@ struct Shared {
 DEVICE void route_tile(const LowLatencyParameters& p, Shared& s, u32 first, u32 num_tokens) {
     const u32 thread = thread_idx(), lane = thread % WARP, warp = thread / WARP;
     const u32 token = first + thread;
-    i32 ids[K];
+    Routes routes;
     u64 mask = 0;
     if (thread < TILE) {
-        mask = token < num_tokens ? destinations(p.me, p.call, token, ids) : 0;
+        mask = token < num_tokens ? destinations(p.me, p.call, token, routes) : 0;
         u32 low = 0, high = 0;
         count_lanes(mask, lane, low, high);
         if (lane < WORLD) s.warp_totals[warp][lane] = low;
@@ -73,7 +73,7 @@ DEVICE void route_tile(const LowLatencyParameters& p, Shared& s, u32 first, u32 
             if (goes) s.sent[thread][num++] = r << RANK_SHIFT | (base + num_bits(lanes & ((1ull << lane) - 1)));
         }
         for (; num < NUM_DESTINATIONS; num++) s.sent[thread][num] = NONE;
-        if (token < num_tokens) write_record(p.me, p.call, token, ids, s.records[thread]);
+        if (token < num_tokens) write_record(p.me, token, routes, s.records[thread]);
     }
     block_barrier();
     for (u32 r = thread; r < WORLD; r += THREADS) {
@@ -115,7 +115,7 @@ KERNEL(THREADS) low_latency(PARAMETERS(LowLatencyParameters) p) {
     const u32 talker = THREADS - 1 - thread;
     wait_for_dependencies();
     // sync counts: release, before this thread's first load; pairs with the acquire below on every peer
-    if (block == 0 && talker < WORLD * WORLD) fence_system();
+    if (block == 0 && talker < WORLD * WORLD) release_system();
     // The second warp: a wait for these loads would hold up the first one's.
     if (thread == WARP) {
         s.epoch = me.state->epoch + 1;
@@ -238,6 +238,8 @@ KERNEL(THREADS) low_latency(PARAMETERS(LowLatencyParameters) p) {
         if (lane == 0) s.is_refused = is_refused;
     }
     block_barrier();
+    // Whoever this kernel still waits for runs already: a dependent takes no place that is needed.
+    launch_dependents();
     if (s.is_refused) {
         if (failed) report(me);
         return;
@@ -258,11 +260,11 @@ KERNEL(THREADS) low_latency(PARAMETERS(LowLatencyParameters) p) {
         }
         // sync done: release; every block's rows, then the last block's words
         if (thread == 0) {
-            fence_system();
+            release_system();
             s.is_last = add_relaxed_device(&me.state->stored, 1) == blocks - 1;
             if (s.is_last) {
                 me.state->stored = 0;
-                fence_system();
+                acquire_release_system();
             }
         }
         block_barrier();

@@ -55,7 +55,7 @@ KERNEL(THREADS) route(PARAMETERS(RouteParameters) p) {
     const u32 talker = THREADS - 1 - thread;
     wait_for_dependencies();
     // sync counts: release, before this thread's first load; pairs with the acquire below on every peer
-    if (block == 0 && talker < WORLD * NUM_WORDS) fence_system();
+    if (block == 0 && talker < WORLD * NUM_WORDS) release_system();
     // The second warp: a wait for these loads would hold up the first one's.
     if (thread == WARP) {
         s.epoch = me.state->epoch + 1;
@@ -71,7 +71,7 @@ KERNEL(THREADS) route(PARAMETERS(RouteParameters) p) {
     const u32 first = chunk * block < num_tokens ? chunk * block : num_tokens;
     const u32 end = first + chunk < num_tokens ? first + chunk : num_tokens;
     const u32 num_tiles = (end - first + TILE - 1) / TILE;
-    i32 ids[K];
+    Routes routes;
     u64 mask = 0;
     for (u32 e = thread; BY_EXPERT && e < EXPERTS; e += THREADS) {
         s.expert_totals[e] = 0;
@@ -84,12 +84,12 @@ KERNEL(THREADS) route(PARAMETERS(RouteParameters) p) {
         for (u32 tile = 0; tile < num_tiles; tile++) {
             const u32 token = first + tile * TILE + thread;
             const bool has_token = thread < TILE && token < end;
-            mask = has_token ? destinations(me, call, token, ids) : 0;
+            mask = has_token ? destinations(me, call, token, routes) : 0;
             count_lanes(mask, lane, low, high);
             if (BY_EXPERT && has_token) {
 #pragma unroll
                 for (u32 r = 0; r < K; r++) {
-                    if (ids[r] >= 0) add_shared(&s.expert_totals[ids[r]], 1);
+                    if (routes.ids[r] >= 0) add_shared(&s.expert_totals[routes.ids[r]], 1);
                 }
             }
         }
@@ -155,7 +155,7 @@ KERNEL(THREADS) route(PARAMETERS(RouteParameters) p) {
             if (num_tiles > 1) {
                 block_barrier();
                 u32 low = 0, high = 0;
-                mask = has_token ? destinations(me, call, token, ids) : 0;
+                mask = has_token ? destinations(me, call, token, routes) : 0;
                 count_lanes(mask, lane, low, high);
                 store_totals(s, warp, lane, low, high);
                 block_barrier();
@@ -172,10 +172,10 @@ KERNEL(THREADS) route(PARAMETERS(RouteParameters) p) {
                 if (goes) to[num++] = r << RANK_SHIFT | (base + num_bits(lanes & ((1ull << lane) - 1)));
             }
             u32 positions[K];
-            if (BY_EXPERT) place_experts(s.experts, ids, has_token, positions);
+            if (BY_EXPERT) place_experts(s.experts, routes.ids, has_token, positions);
             if (has_token) {
                 for (; num < NUM_DESTINATIONS; num++) to[num] = NONE;
-                write_record(me, call, token, ids, call.records + (u64)token * ROUTE_BYTES);
+                write_record(me, token, routes, call.records + (u64)token * ROUTE_BYTES);
                 if (BY_EXPERT) {
 #pragma unroll
                     for (u32 r = 0; r < K; r++) call.rows[(u64)token * K + r] = positions[r];
