@@ -50,7 +50,7 @@ DEVICE void load_wired(Wired& w, const char* row, u32 at) {
     if constexpr (PIECE_WORDS % 4 == 0) {
 #pragma unroll
         for (u32 i = 0; 4 * i < PIECE_WORDS; i++) {
-            const Vec16 v = load16_once(from + 16 * i);
+            const Vec16 v = STREAM_ROWS ? load16_streaming(from + 16 * i) : load16_once(from + 16 * i);
 #pragma unroll
             for (u32 j = 0; j < 4; j++) w.word[4 * i + j] = v.word[j];
         }

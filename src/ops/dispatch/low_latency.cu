@@ -6,7 +6,7 @@
 // Shared     the tile's destinations and records, totals, the count matrix: struct Shared.
 // Sync       counts: as route.cu. packets: each word of 64 bits holds its epoch; no fence. done: only between ranks that had more rows than a message
 //            holds, as payload.cu.
-// Requires   all blocks run at once (cooperative); `copies` = banks + 1, see step 1 of PROTOCOL.md; the kernel before this one has ended (waited for).
+// Requires   SMALL: T <= TILE and T <= STAGED_ROWS; all blocks run at once (cooperative); `copies` = banks + 1, see step 1 of PROTOCOL.md; the kernel before this one has ended (waited for).
 
 constexpr u32 ROUTE_VECTORS = ROUTE_BYTES / 16;
 constexpr u32 ROW_VECTORS = ROW_BYTES / 16;
@@ -126,7 +126,7 @@ KERNEL(THREADS) low_latency(PARAMETERS(LowLatencyParameters) p) {
     const bool is_oversize = num_tokens > call.max_tokens;
     const u32 asked = num_tokens;
     if (is_oversize) num_tokens = 0;
-    const u32 num_tiles = (num_tokens + TILE - 1) / TILE;
+    const u32 num_tiles = SMALL ? 1 : (num_tokens + TILE - 1) / TILE;
     for (u32 r = thread; r < WORLD; r += THREADS) s.running[r] = 0;
     // This warp's first piece of a row is on its way before anything is known of it.
     Vec16 ahead[UNROLL];
@@ -142,6 +142,7 @@ KERNEL(THREADS) low_latency(PARAMETERS(LowLatencyParameters) p) {
     // (2) This rank's words, once all tokens are counted.
     const auto post = [&]() {
         if (block != 0 || s.aborted) return;
+#pragma unroll 1
         for (u32 i = talker; i < WORLD * WORLD; i += THREADS) {
             const u32 peer = i / WORLD, r = i % WORLD;
             store_relaxed_system(word_at(me, peer, COUNTS, count_index(s.epoch, me.rank, r)), count_word(me, s.epoch, r, s.running[r], is_oversize, asked));
@@ -205,7 +206,9 @@ KERNEL(THREADS) low_latency(PARAMETERS(LowLatencyParameters) p) {
         if (block == (tile + 1) % blocks) {
             const u32 first = tile * TILE;
             const u32 rows = num_tokens - first < TILE ? num_tokens - first : TILE;
+#pragma unroll 1
             for (u32 i = thread; i < rows * NUM_DESTINATIONS; i += THREADS) call.sent[(u64)first * NUM_DESTINATIONS + i] = s.sent[i / NUM_DESTINATIONS][i % NUM_DESTINATIONS];
+#pragma unroll 1
             for (u32 i = thread; i < rows * ROUTE_VECTORS; i += THREADS) store16(call.records + ((u64)first * ROUTE_VECTORS + i) * 16, *(const Vec16*)(s.records[i / ROUTE_VECTORS] + 16 * (i % ROUTE_VECTORS)));
         }
         if (num_tiles > 1) block_barrier();
@@ -223,6 +226,7 @@ KERNEL(THREADS) low_latency(PARAMETERS(LowLatencyParameters) p) {
     }
     u32 problem = 0;
     bool failed = false;
+#pragma unroll 1
     for (u32 i = talker; i < WORLD * WORLD && !aborted; i += THREADS) {
         const u32 sender = i / WORLD, r = i % WORLD;
         const u64 word = wait_for<true>(me, OP, PHASE_COUNTS, sender, word_at(me, me.rank, COUNTS, count_index(epoch, sender, r)), epoch, failed);
@@ -246,7 +250,7 @@ KERNEL(THREADS) low_latency(PARAMETERS(LowLatencyParameters) p) {
     }
 
     // (4, 5) Rows that no message holds.
-    const bool is_beyond = block_any(thread < WORLD && s.matrix[me.rank][thread < WORLD ? thread : 0] > STAGED_ROWS);
+    const bool is_beyond = !SMALL && block_any(thread < WORLD && s.matrix[me.rank][thread < WORLD ? thread : 0] > STAGED_ROWS);
     if (is_beyond) {
         for (u32 r = thread; r < WORLD; r += THREADS) s.running[r] = 0;
         block_barrier();

@@ -145,7 +145,7 @@ KERNEL(THREADS) payload(PARAMETERS(PayloadParameters) p) {
     const u32 num_items = num_tokens * PARTS;
     const auto fetch = [&](u32 token, u32 stage) { bulk_load(stages + stage * ROW_BYTES, p.x + token * p.x_stride, ROW_BYTES, loaded + stage); };
     if (BULK && WITH_ROWS && lane == 0) {
-        for (u32 i = 0; i < (BULK ? BULK - 1 : 0) && item + i * stride < num_items; i++) fetch(item + i * stride, i);
+        for (u32 i = 0; i + 1 != BULK && item + i * stride < num_items; i++) fetch(item + i * stride, i);
     }
     while (item < num_items) {
         const u32 token = item / PARTS, part = item % PARTS;

@@ -6,7 +6,7 @@
 // Shared     totals by warp and by block, the count matrix: struct Shared.
 // Sync       counts: the posting threads of block 0 fence at entry (nothing that this kernel does is released by these words, only what came before
 //            it), then store; pairs with the acquiring polls of every peer (2, 3). blocks: words tagged with the epoch, released by nothing.
-// Requires   T <= max_tokens or the refusal path; THREADS a multiple of WARP; the kernel before this one in the stream has ended (waited for).
+// Requires   T <= max_tokens or the refusal path; SMALL: one block, T <= TILE (half the code, all of it in use: 0.5 us); THREADS a multiple of WARP; the kernel before this one in the stream has ended (waited for).
 
 constexpr u32 MAX_BLOCKS = 16; // measured (H200): 16 blocks route 4096 tokens no faster than 8
 
@@ -50,7 +50,7 @@ KERNEL(THREADS) route(PARAMETERS(RouteParameters) p) {
     const Rank& me = p.me;
     const Call& call = p.call;
     const u32 thread = thread_idx(), lane = thread % WARP, warp = thread / WARP;
-    const u32 block = block_idx_x(), blocks = grid_blocks();
+    const u32 block = SMALL ? 0 : block_idx_x(), blocks = SMALL ? 1 : grid_blocks();
     // The last threads talk to the peers: few tokens leave them free, and the fence overlaps what the others load.
     const u32 talker = THREADS - 1 - thread;
     wait_for_dependencies();
@@ -70,8 +70,8 @@ KERNEL(THREADS) route(PARAMETERS(RouteParameters) p) {
     const u32 chunk = blocks == 1 ? num_tokens : (num_tokens + blocks - 1) / blocks;
     const u32 first = chunk * block < num_tokens ? chunk * block : num_tokens;
     const u32 end = first + chunk < num_tokens ? first + chunk : num_tokens;
-    const u32 num_tiles = (end - first + TILE - 1) / TILE;
-    Routes routes;
+    const u32 num_tiles = SMALL ? 1 : (end - first + TILE - 1) / TILE;
+    Routes routes = {};
     u64 mask = 0;
     for (u32 e = thread; BY_EXPERT && e < EXPERTS; e += THREADS) {
         s.expert_totals[e] = 0;
@@ -104,6 +104,7 @@ KERNEL(THREADS) route(PARAMETERS(RouteParameters) p) {
     if (!REPLAY && blocks > 1) {
         if (thread < WORLD) store_relaxed_device(p.block_words + block * NUM_WORDS + thread, epoch << EPOCH_SHIFT | total_below(s, NUM_WARPS, thread));
         const u32 needed = block == 0 ? blocks : block;
+#pragma unroll 1
         for (u32 i = thread; i < needed * WORLD; i += THREADS) {
             const u32 b = i / WORLD, r = i % WORLD;
             const u64 word = wait_for<true>(me, OP, PHASE_BLOCKS, me.rank, p.block_words + b * NUM_WORDS + r, epoch, failed);
@@ -134,6 +135,7 @@ KERNEL(THREADS) route(PARAMETERS(RouteParameters) p) {
 
     // (2) This rank's words, which are its credit for the bank that they name.
     if (block == 0 && !aborted) {
+#pragma unroll 1
         for (u32 i = talker; i < WORLD * NUM_WORDS; i += THREADS) {
             const u32 peer = i / NUM_WORDS, r = i % NUM_WORDS;
             store_relaxed_system(word_at(me, peer, COUNTS, count_index(epoch, me.rank, r)), count_word(me, epoch, r, own_count(r), is_oversize, asked));
@@ -144,7 +146,7 @@ KERNEL(THREADS) route(PARAMETERS(RouteParameters) p) {
     if (!REPLAY) {
         u32 base_low = 0, base_high = 0; // of rank lane, lane + WARP
         if (blocks > 1) {
-            for (u32 b = 0; b < block; b++) {
+            for (u32 b = 0; b != block; b++) {
                 if (lane < WORLD) base_low += s.block_totals[b][lane];
                 if (WORLD > WARP && lane + WARP < WORLD) base_high += s.block_totals[b][lane + WARP];
             }
@@ -187,6 +189,7 @@ KERNEL(THREADS) route(PARAMETERS(RouteParameters) p) {
     }
     if (block == 0) { // the others end: dependents need not wait for them
         // (3) Everybody's words. sync counts: acquire, pairs with the release at entry of every peer
+#pragma unroll 1
         for (u32 i = talker; i < WORLD * NUM_WORDS && !aborted; i += THREADS) {
             const u32 sender = i / NUM_WORDS, r = i % NUM_WORDS;
             const u64 word = wait_for<true>(me, OP, PHASE_COUNTS, sender, word_at(me, me.rank, COUNTS, count_index(epoch, sender, r)), epoch, failed);

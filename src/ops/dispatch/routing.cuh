@@ -1,6 +1,7 @@
 // The routing of a call, shared by the kernels that make it: destinations of a token, its record, and what the count matrix decides.
 // Needs layout.cuh and its constants, and:
 //   THREADS      of a block
+//   SMALL        few tokens: one tile is enough
 //   REPLAY       the routing is kept, only counts are exchanged
 //   MAY_DROP     rows beyond the buffers are dropped
 //   Index        i32 or i64
@@ -244,6 +245,7 @@ DEVICE void refuse(const Rank& me, const Call& call, const u32 (&matrix)[WORLD][
     }
     if (problem & FAILED) return;
     const bool is_other = problem & (OTHER_CALL | OTHER_ROUTING), is_oversize = problem & OVERSIZE;
+#pragma unroll 1
     for (u32 r = lane; r < WORLD; r += WARP) {
         u64 tokens = matrix[r][0];
         if (NUM_WORDS > 1) tokens |= (u64)call.counts[r * NUM_WORDS + 1] << 20; // one rank alone has but 20 bits: its own number is known
@@ -262,8 +264,10 @@ DEVICE bool decide(const Rank& me, const Call& call, const u32 (&matrix)[WORLD][
     const u32 lane = thread_idx() % WARP;
     const u32 capacity = BY_EXPERT == 2 ? call.rows_per_expert : call.max_rows;
     bool is_over = false;
+#pragma unroll 1
     for (u32 r = lane; r < WORLD; r += WARP) {
         u32 demand = 0, base = 0, start = 0;
+#pragma unroll 8
         for (u32 sender = 0; sender < WORLD; sender++) {
             const u32 n = matrix[sender][r];
             demand += n;
@@ -289,6 +293,7 @@ DEVICE bool decide(const Rank& me, const Call& call, const u32 (&matrix)[WORLD][
     warp_barrier();
     if (!writes) return problem != 0;
     if (problem == 0) {
+#pragma unroll 1
         for (u32 r = lane; r < WORLD; r += WARP) {
             if (!REPLAY) call.routing->arrival_base[r] = d.base[r];
             call.arrival->arrival_start[r] = d.start[r];
