@@ -21,6 +21,9 @@ pub(super) const ROUNDINGS: [Rounding; 2] = [Rounding::Fused, Rounding::Framewor
 const KS: [usize; 18] = [0, 1, 7, 8, 9, 31, 32, 255, 256, 257, 2047, 2048, 2049, 4096, 8191, 8192, 8193, 65536 + 3];
 /// Around the rows that a backend takes at once.
 const TS: [usize; 7] = [0, 1, 2, 3, 5, 8, 64 + 1];
+/// T and K for which a GPU spreads rows differently: one row over a block, a cluster in one pass and in several, a block in several passes; many
+/// short rows, several to a block, and many of a usual length.
+const SPREADS: [(usize, usize); 6] = [(1, 16_384), (2, 20_000), (1, 140_000), (20, 40_000), (300, 40), (300, 2048)];
 /// Around the widths of vectors.
 const NS: [usize; 9] = [0, 1, 7, 8, 15, 16, 17, 33, 100];
 
@@ -61,14 +64,20 @@ pub(super) fn sizes(all: impl Iterator<Item = (usize, usize, usize)>) -> Vec<Siz
 /// Every K with every T, but few rows of the longest, to keep the scalar level and the oracle short.
 fn long_sizes() -> Vec<Sizes> {
     let enough = |t: usize, k: usize| t * k <= 65 * 2049 || t <= 5 && k <= 8193 || t <= 2;
-    sizes(KS.into_iter().flat_map(|k| TS.into_iter().filter(move |&t| enough(t, k)).map(move |t| (t, k, 1))))
+    sizes(KS.into_iter().flat_map(|k| TS.into_iter().filter(move |&t| enough(t, k)).map(move |t| (t, k, 1))).chain(spreads(1)))
 }
 
 /// Every N with every T; the last one is long enough for several threads.
 fn wide_sizes() -> Vec<Sizes> {
     let ks = [0, 9, 64, 300];
     let all = NS.into_iter().enumerate().flat_map(|(i, n)| TS.into_iter().map(move |t| (t, ks[(i + t) % ks.len()], n)));
-    sizes(all.chain([(65, 9, 700)]))
+    // 264: a vector more than 32 lanes take; 5000: more than a GPU's threads take at once.
+    sizes(all.chain([(65, 9, 700)]).chain(spreads(264)).chain([(1, 2048, 5000); 2]))
+}
+
+/// Each of [`SPREADS`] twice in a row: every second case is strided.
+fn spreads(n: usize) -> impl Iterator<Item = (usize, usize, usize)> {
+    SPREADS.into_iter().flat_map(move |(t, k)| [(t, k, n); 2])
 }
 
 /// N is the number of routed experts of a token.

@@ -37,6 +37,8 @@ pub struct Arguments {
 #[derive(serde::Serialize)]
 struct Json {
     compilers: Vec<Compiler>,
+    /// Vendors whose compiler is missing, and why.
+    left_out: Vec<String>,
     kernels: Vec<Report>,
     errors: Vec<String>,
 }
@@ -44,7 +46,7 @@ struct Json {
 #[derive(serde::Serialize)]
 struct Compiler {
     vendor: String,
-    version: Option<String>,
+    version: String,
 }
 
 /// Compiles what was asked for; `false` when a kernel breaks a rule, does not compile, or the table differs.
@@ -81,9 +83,8 @@ fn run(programs: Vec<Program>, arguments: &Arguments, output: &mut Output) -> Re
     let faults: Vec<String> = reports.iter().flat_map(faults).collect();
     let is_good = errors.is_empty() && faults.is_empty();
     if arguments.json {
-        let of = |vendor| versions.iter().find(|(found, _)| *found == vendor).map(|(_, version)| version.clone());
-        let compilers = [Vendor::Nvidia, Vendor::Amd].map(|vendor| Compiler { vendor: vendor.to_string(), version: of(vendor) }).into();
-        json(&Json { compilers, kernels: reports, errors }, output)?;
+        let compilers = versions.into_iter().map(|(vendor, version)| Compiler { vendor: vendor.to_string(), version }).collect();
+        json(&Json { compilers, left_out: missing, kernels: reports, errors }, output)?;
         return Ok(is_good);
     }
     for line in missing {
@@ -247,7 +248,7 @@ mod tests {
     #[test]
     fn a_fault_is_named_with_kernel_and_architecture() {
         let resources =
-            Resources { registers: 65, scalar_registers: None, spills: 4, stack_bytes: 0, smem_bytes: 0, code_bytes: 1, lanes: 32 };
+            Resources { registers: 65, scalar_registers: None, spills: 4, stack_bytes: 0, static_smem_bytes: 0, code_bytes: 1, lanes: 32 };
         let report = Report::new(&program("gate bf16"), &Arch::from_name("sm_90a").unwrap(), resources);
         assert_eq!(faults(&report), ["gate bf16 for sm_90a: 4 bytes spilled", "gate bf16 for sm_90a: 65 registers, at most 64"]);
     }

@@ -17,7 +17,7 @@ const EIGHT: usize = 8;
 
 /// A step.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub enum Step {
+enum Step {
     /// Nothing, in one warp.
     Empty,
     /// `y[t] = x[t] . w`.
@@ -32,22 +32,19 @@ pub enum Step {
     SiluMul,
 }
 
-/// A step in one type.
+/// A step in one type, bf16 or f16.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub struct PlainSpec {
-    /// What it computes.
-    pub step: Step,
-    /// bf16 or f16.
-    pub dtype: DType,
+struct PlainSpec {
+    step: Step,
+    dtype: DType,
 }
 
-impl PlainSpec {
-    /// Every kernel of this module.
-    pub fn all() -> Vec<PlainSpec> {
-        let steps = [Step::Dot, Step::Sigmoid, Step::Scale, Step::Add, Step::SiluMul];
-        let of = |dtype| steps.map(|step| PlainSpec { step, dtype });
-        [vec![PlainSpec { step: Step::Empty, dtype: DType::BF16 }], of(DType::BF16).to_vec(), of(DType::F16).to_vec()].concat()
-    }
+/// The kernels of this module, for the table of resources.
+pub fn programs() -> Vec<Program> {
+    let steps = [Step::Dot, Step::Sigmoid, Step::Scale, Step::Add, Step::SiluMul];
+    let of = |dtype| steps.map(|step| PlainSpec { step, dtype });
+    let empty = PlainSpec { step: Step::Empty, dtype: DType::BF16 };
+    [empty].into_iter().chain(of(DType::BF16)).chain(of(DType::F16)).map(|spec| spec.program()).collect()
 }
 
 impl Spec for PlainSpec {

@@ -101,7 +101,7 @@ pub struct Together {
 #[repr(C)]
 #[derive(Clone, Copy, Default, Pod, Zeroable)]
 pub struct Nothing {
-    pub words: [u64; 6],
+    pub words: [u64; 16],
 }
 
 /// Queues `to[i] = from[i] * factor + addend`. Both hold `num` words and live until the stream is waited for.

@@ -54,7 +54,8 @@ struct Together {
 // Fills its shared memory, adds up that of its neighbour in the cluster, and waits for all blocks if they all run at once.
 extern "C" __global__ void together(const __grid_constant__ Together p) {
     extern __shared__ unsigned memory[];
-    constexpr unsigned WORDS = SMEM_BYTES / 4, BLOCKS = CLUSTER;
+    const unsigned WORDS = SMEM_BYTES / 4; // not constexpr: a comparison of an index with 0 would be warned of
+    constexpr unsigned BLOCKS = CLUSTER;
     if constexpr (PROGRAMMATIC) asm volatile("griddepcontrol.wait;" ::: "memory");
     for (unsigned i = threadIdx.x; i < WORDS; i += blockDim.x) memory[i] = blockIdx.x * 1000003u + i;
     unsigned sum = 0;
@@ -91,7 +92,7 @@ extern "C" __global__ void together(const __grid_constant__ Together p) {
 }
 
 struct Nothing {
-    unsigned long long words[6]; // as many as an operation's parameters
+    unsigned long long words[16]; // as many bytes as the gate's parameters
 };
 
 // What a launch costs.

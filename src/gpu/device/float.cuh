@@ -44,6 +44,23 @@ template <> DEVICE f16 narrow<f16>(float value) {
 #endif
 }
 
+// One element of global memory.
+template <class T> DEVICE T load_element(const void* at) {
+    if constexpr (sizeof(T) == 4) {
+        return float_of(load_u32(at));
+    } else {
+        return T{load_u16(at)};
+    }
+}
+
+template <class T> DEVICE void store_element(void* at, T value) {
+    if constexpr (sizeof(T) == 4) {
+        store_u32(at, bits_of(value));
+    } else {
+        store_u16(at, value.bits);
+    }
+}
+
 // Two 16-bit elements, the first in the lower half.
 template <class T> DEVICE u32 narrow_pair(float first, float second) {
     return narrow<T>(first).bits | (u32)narrow<T>(second).bits << 16;

@@ -178,8 +178,7 @@ struct alignas(16) Vec16 {
     u32 word[4];
 };
 
-// Where a value is used: not before this point of the program. So an address is made here and not later, or arithmetic on what was loaded waits until
-// all loads are on their way.
+// The address is made here, and not where it is used.
 template <class T> DEVICE void settle(T*& address) {
 #if PLATFORM_AMD
     asm volatile("" : "+v"(address));
@@ -188,15 +187,13 @@ template <class T> DEVICE void settle(T*& address) {
 #endif
 }
 
-DEVICE void settle(Vec16& v) {
-#if PLATFORM_AMD
-    asm volatile("" : "+v"(v.word[0]), "+v"(v.word[1]), "+v"(v.word[2]), "+v"(v.word[3]));
-#else
-    asm volatile("" : "+r"(v.word[0]), "+r"(v.word[1]), "+r"(v.word[2]), "+r"(v.word[3]));
-#endif
-}
+// Global memory: 16 bytes at a 16-byte boundary, or one element at its own. An address that `settle` has seen is not known to be in global memory any
+// more, so these say it.
 
-// Memory. 16 bytes at a 16-byte boundary, or one element; the address is in global memory.
+#if PLATFORM_AMD
+#define GLOBAL(type) __attribute__((address_space(1))) type
+typedef u32 NativeVec16 __attribute__((ext_vector_type(4)));
+#endif
 
 
 // Loads that leave `to` alone when nothing is there: without a branch.
@@ -204,7 +201,7 @@ DEVICE void settle(Vec16& v) {
 // What many blocks read: stays in every cache. Nobody writes it while the kernel runs.
 DEVICE void load_constant(Vec16& to, const void* at, bool is_there) {
 #if PLATFORM_AMD
-    if (is_there) to = *(const Vec16*)at;
+    if (is_there) to = __builtin_bit_cast(Vec16, *(const GLOBAL(NativeVec16)*)at);
 #else
     asm volatile("{ .reg .pred p; setp.ne.u32 p, %5, 0; @p ld.global.nc.v4.u32 {%0, %1, %2, %3}, [%4]; }"
                  : "+r"(to.word[0]), "+r"(to.word[1]), "+r"(to.word[2]), "+r"(to.word[3])
@@ -215,7 +212,7 @@ DEVICE void load_constant(Vec16& to, const void* at, bool is_there) {
 // What several blocks read, and an earlier kernel may have written.
 DEVICE void load(Vec16& to, const void* at, bool is_there) {
 #if PLATFORM_AMD
-    if (is_there) to = *(const Vec16*)at;
+    if (is_there) to = __builtin_bit_cast(Vec16, *(const GLOBAL(NativeVec16)*)at);
 #else
     asm volatile("{ .reg .pred p; setp.ne.u32 p, %5, 0; @p ld.global.v4.u32 {%0, %1, %2, %3}, [%4]; }"
                  : "+r"(to.word[0]), "+r"(to.word[1]), "+r"(to.word[2]), "+r"(to.word[3])
@@ -224,14 +221,10 @@ DEVICE void load(Vec16& to, const void* at, bool is_there) {
 #endif
 }
 
-#if PLATFORM_AMD
-typedef u32 NativeVec16 __attribute__((ext_vector_type(4)));
-#endif
-
 // What is read once: past the first-level cache.
 DEVICE void load_once(Vec16& to, const void* at, bool is_there) {
 #if PLATFORM_AMD
-    if (is_there) to = __builtin_bit_cast(Vec16, __builtin_nontemporal_load((const NativeVec16*)at));
+    if (is_there) to = __builtin_bit_cast(Vec16, __builtin_nontemporal_load((const GLOBAL(NativeVec16)*)at));
 #else
     asm volatile("{ .reg .pred p; setp.ne.u32 p, %5, 0; @p ld.global.cg.v4.u32 {%0, %1, %2, %3}, [%4]; }"
                  : "+r"(to.word[0]), "+r"(to.word[1]), "+r"(to.word[2]), "+r"(to.word[3])
@@ -242,9 +235,53 @@ DEVICE void load_once(Vec16& to, const void* at, bool is_there) {
 
 DEVICE void store(void* at, Vec16 v) {
 #if PLATFORM_AMD
-    *(Vec16*)at = v;
+    *(GLOBAL(NativeVec16)*)at = __builtin_bit_cast(NativeVec16, v);
 #else
     asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(at), "r"(v.word[0]), "r"(v.word[1]), "r"(v.word[2]), "r"(v.word[3]) : "memory");
+#endif
+}
+
+DEVICE u16 load_u16(const void* at) {
+#if PLATFORM_AMD
+    return *(const GLOBAL(u16)*)at;
+#else
+    u16 value;
+    asm volatile("ld.global.u16 %0, [%1];" : "=h"(value) : "l"(at) : "memory");
+    return value;
+#endif
+}
+
+DEVICE u32 load_u32(const void* at) {
+#if PLATFORM_AMD
+    return *(const GLOBAL(u32)*)at;
+#else
+    u32 value;
+    asm volatile("ld.global.u32 %0, [%1];" : "=r"(value) : "l"(at) : "memory");
+    return value;
+#endif
+}
+
+DEVICE void store_u16(void* at, u16 value) {
+#if PLATFORM_AMD
+    *(GLOBAL(u16)*)at = value;
+#else
+    asm volatile("st.global.u16 [%0], %1;" ::"l"(at), "h"(value) : "memory");
+#endif
+}
+
+DEVICE void store_u32(void* at, u32 value) {
+#if PLATFORM_AMD
+    *(GLOBAL(u32)*)at = value;
+#else
+    asm volatile("st.global.u32 [%0], %1;" ::"l"(at), "r"(value) : "memory");
+#endif
+}
+
+DEVICE void store_u64(void* at, u64 value) {
+#if PLATFORM_AMD
+    *(GLOBAL(u64)*)at = value;
+#else
+    asm volatile("st.global.u64 [%0], %1;" ::"l"(at), "l"(value) : "memory");
 #endif
 }
 

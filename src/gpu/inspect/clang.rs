@@ -147,7 +147,7 @@ pub fn resources(entry: &str, assembly: &str) -> Result<Resources, String> {
         scalar_registers: Some(number(".sgpr_count")?),
         spills: number(".vgpr_spill_count")? + number(".sgpr_spill_count")?,
         stack_bytes: number(".private_segment_fixed_size")?,
-        smem_bytes: number(".group_segment_fixed_size")?,
+        static_smem_bytes: number(".group_segment_fixed_size")?,
         code_bytes: code.ok_or_else(|| missing("code"))?,
         lanes: number(".wavefront_size")?,
     })
@@ -204,7 +204,7 @@ amdhsa.target:   amdgcn-amd-amdhsa--gfx942
             scalar_registers: Some(106),
             spills: 271,
             stack_bytes: 1064,
-            smem_bytes: 128,
+            static_smem_bytes: 128,
             code_bytes: 10632,
             lanes: 64,
         };

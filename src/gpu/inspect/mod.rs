@@ -23,8 +23,9 @@ use rayon::iter::{IntoParallelRefIterator, ParallelIterator};
 
 use super::jit;
 use super::nvrtc::Nvrtc;
-use super::program::{Program, Source, Targets};
+use super::program::{Program, Source, Spec, Targets};
 use crate::error::{Error, Result};
+use crate::measure::ceiling::CeilingSpec;
 use crate::ops;
 
 pub use arch::{Arch, Vendor};
@@ -32,10 +33,11 @@ pub use clang::Clang;
 pub use sweep::{Point, Sweep};
 pub use table::{cells, difference, markdown};
 
-/// Every kernel with every set of constants that is shipped, by operation.
+/// Every kernel with every set of constants that is shipped, by operation, then those of the benchmarks.
 pub fn catalogue() -> Vec<Program> {
-    let operations: [fn() -> Vec<Program>; 2] = [ops::gate::programs, ops::cast::programs];
-    operations.iter().flat_map(|programs| programs()).collect()
+    let all: [fn() -> Vec<Program>; 4] =
+        [ops::gate::programs, ops::cast::programs, || CeilingSpec::ALL.iter().map(Spec::program).collect(), super::plain::programs];
+    all.iter().flat_map(|programs| programs()).collect()
 }
 
 /// What a compiler says a kernel needs.
@@ -50,7 +52,7 @@ pub struct Resources {
     /// Bytes of local memory of a thread: spills, and arrays that are indexed at run time.
     pub stack_bytes: u32,
     /// Static shared memory of a block.
-    pub smem_bytes: u32,
+    pub static_smem_bytes: u32,
     /// Bytes of machine code.
     pub code_bytes: u32,
     /// Threads that run together: a warp or a wave.
@@ -79,7 +81,7 @@ impl Report {
     pub fn new(program: &Program, arch: &Arch, resources: Resources) -> Self {
         let Resources { registers, spills, stack_bytes, .. } = resources;
         let max_registers = arch.max_registers(program);
-        let smem_bytes = u64::from(resources.smem_bytes) + u64::from(program.smem_bytes);
+        let smem_bytes = u64::from(resources.static_smem_bytes) + u64::from(program.smem_bytes);
         let mut faults = Vec::new();
         if spills > 0 {
             let unit = if arch.vendor() == Vendor::Nvidia { "bytes spilled" } else { "registers spilled" };
@@ -180,7 +182,7 @@ mod tests {
     }
 
     pub const GOOD: Resources =
-        Resources { registers: 64, scalar_registers: None, spills: 0, stack_bytes: 0, smem_bytes: 1024, code_bytes: 100, lanes: 32 };
+        Resources { registers: 64, scalar_registers: None, spills: 0, stack_bytes: 0, static_smem_bytes: 1024, code_bytes: 100, lanes: 32 };
 
     fn faults(arch: &str, program: &Program, resources: Resources) -> Vec<String> {
         Report::new(program, &Arch::from_name(arch).unwrap(), resources).faults
@@ -193,7 +195,7 @@ mod tests {
         assert_eq!(faults("sm_90a", &program(63, 0), GOOD), ["64 registers, at most 63"]);
         assert_eq!(faults("sm_90a", &fits, Resources { spills: 4, ..GOOD }), ["4 bytes spilled"]);
         assert_eq!(faults("sm_90a", &fits, Resources { stack_bytes: 8, ..GOOD }), ["8 bytes of local memory"]);
-        let over = Resources { smem_bytes: 1025, ..GOOD };
+        let over = Resources { static_smem_bytes: 1025, ..GOOD };
         assert_eq!(faults("sm_90a", &fits, over), ["232449 bytes of shared memory, a block has at most 232448"]);
         // The sum of both is what counts, and it may be above 2^32.
         assert_eq!(faults("sm_80", &program(64, u32::MAX), GOOD).len(), 1);

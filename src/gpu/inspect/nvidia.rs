@@ -16,7 +16,7 @@ pub fn resources(entry: &str, log: &str, image: &[u8]) -> Result<Resources, Stri
         scalar_registers: None,
         spills: sum("bytes spill stores"),
         stack_bytes: sum("bytes stack frame"),
-        smem_bytes: number_before(used, "bytes smem").unwrap_or(0),
+        static_smem_bytes: number_before(used, "bytes smem").unwrap_or(0),
         code_bytes: section_bytes(image, &format!(".text.{entry}")).ok_or_else(|| missing("code"))?,
         lanes: 32,
     })
@@ -115,10 +115,17 @@ ptxas info    : Used 40 registers, used 0 barriers, 24 bytes cumulative stack si
 
     #[test]
     fn the_log_of_ptxas() {
-        let good =
-            Resources { registers: 32, scalar_registers: None, spills: 0, stack_bytes: 0, smem_bytes: 0, code_bytes: 1280, lanes: 32 };
+        let good = Resources {
+            registers: 32,
+            scalar_registers: None,
+            spills: 0,
+            stack_bytes: 0,
+            static_smem_bytes: 0,
+            code_bytes: 1280,
+            lanes: 32,
+        };
         assert_eq!(resources("probe", GOOD, &image()), Ok(good));
-        let spills = Resources { registers: 64, spills: 328, stack_bytes: 320, smem_bytes: 128, ..good };
+        let spills = Resources { registers: 64, spills: 328, stack_bytes: 320, static_smem_bytes: 128, ..good };
         assert_eq!(resources("probe", SPILLS, &image()), Ok(spills));
         let calls = Resources { registers: 40, spills: 12, stack_bytes: 24, ..good };
         assert_eq!(resources("probe", CALLS, &image()), Ok(calls));

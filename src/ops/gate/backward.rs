@@ -10,6 +10,9 @@
 mod check;
 mod cpu;
 mod elementwise;
+mod gpu;
+
+pub(super) use gpu::{precompile, programs};
 
 use super::GateOptions;
 use crate::backend::Backend;
@@ -85,10 +88,14 @@ pub fn gate_backward(
     options: &GateOptions<'_>,
     mut outputs: GateGradients<'_>,
 ) -> Result<()> {
-    let cpu = backend.as_cpu("gate_backward")?;
-    let call = check::gate_backward(cpu, x, w, dg, options, &mut outputs)?;
-    cpu::gate_backward(cpu, call);
-    Ok(())
+    match backend {
+        Backend::Cpu(cpu) => {
+            let call = check::gate_backward(cpu, x, w, dg, options, &mut outputs)?;
+            cpu::gate_backward(cpu, call);
+            Ok(())
+        }
+        Backend::Cuda(cuda) => gpu::gate_backward(cuda, check::gate_backward(cuda, x, w, dg, options, &mut outputs)?),
+    }
 }
 
 /// What [`gate_mul_backward`] writes.
@@ -144,8 +151,12 @@ pub fn gate_mul_backward(
     options: &GateOptions<'_>,
     mut outputs: GateMulGradients<'_>,
 ) -> Result<()> {
-    let cpu = backend.as_cpu("gate_mul_backward")?;
-    let call = check::gate_mul_backward(cpu, x, w, s, dout, options, &mut outputs)?;
-    cpu::gate_mul_backward(cpu, call);
-    Ok(())
+    match backend {
+        Backend::Cpu(cpu) => {
+            let call = check::gate_mul_backward(cpu, x, w, s, dout, options, &mut outputs)?;
+            cpu::gate_mul_backward(cpu, call);
+            Ok(())
+        }
+        Backend::Cuda(cuda) => gpu::gate_mul_backward(cuda, check::gate_mul_backward(cuda, x, w, s, dout, options, &mut outputs)?),
+    }
 }

@@ -3,7 +3,7 @@
 use super::check::Gates;
 use super::tuning::{self, Limits, Mapping};
 use super::view::{Rows, RowsMut};
-use super::{Activation, Form, Rounding};
+use super::{Activation, Form, Rounding, backward};
 use crate::backend::Cuda;
 use crate::error::{Error, Result};
 use crate::gpu::{Constant, Geometry, Kernels, Program, Source, Spec, Targets};
@@ -14,8 +14,12 @@ use crate::tensor::DType;
 
 static KERNELS: Kernels<Variant> = Kernels::new();
 
-const SOURCES: &[Source] =
-    &[kernel_source!("gpu/device/platform.cuh"), kernel_source!("gpu/device/float.cuh"), kernel_source!("ops/gate/kernel.cu")];
+const SOURCES: &[Source] = &[
+    kernel_source!("gpu/device/platform.cuh"),
+    kernel_source!("gpu/device/float.cuh"),
+    kernel_source!("ops/gate/eight.cuh"),
+    kernel_source!("ops/gate/kernel.cu"),
+];
 
 /// Everything that the kernel is compiled for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -28,6 +32,8 @@ pub(super) struct Variant {
     pub(super) aligned: bool,
     /// w may be read before the launches that this one depends on have ended.
     pub(super) weights_at_once: bool,
+    /// Looks at the options; without it the gate is the sigmoid of the dot, rounded once.
+    pub(super) with_options: bool,
 }
 
 /// What the kernel distinguishes of the forms: the numbers of `Form` in kernel.cu.
@@ -38,15 +44,23 @@ pub(super) enum Kind {
     GateMulAdd = 2,
     SigmoidMul = 3,
     SigmoidMulEach = 4,
+    PairDot = 5,
+    Dlogit = 6,
+    DlogitMul = 7,
 }
 
 impl Kind {
     pub(super) fn has_dot(self) -> bool {
-        matches!(self, Kind::Gate | Kind::GateMul | Kind::GateMulAdd)
+        !matches!(self, Kind::SigmoidMul | Kind::SigmoidMulEach)
     }
 
     pub(super) fn has_rows(self) -> bool {
-        self != Kind::Gate
+        !matches!(self, Kind::Gate | Kind::PairDot | Kind::Dlogit)
+    }
+
+    /// Makes logits again, whose options are seldom none.
+    fn is_backward(self) -> bool {
+        matches!(self, Kind::Dlogit | Kind::DlogitMul)
     }
 
     fn name(self) -> &'static str {
@@ -56,17 +70,21 @@ impl Kind {
             Kind::GateMulAdd => "gate_mul_add",
             Kind::SigmoidMul => "sigmoid_mul",
             Kind::SigmoidMulEach => "sigmoid_mul each",
+            Kind::PairDot => "gate_mul_backward dg",
+            Kind::Dlogit => "gate_backward dlogit",
+            Kind::DlogitMul => "gate_backward dx",
         }
     }
 }
 
 impl Spec for Variant {
     fn program(&self) -> Program {
-        let Variant { form, types, mapping, aligned, weights_at_once } = *self;
+        let Variant { form, types, mapping, aligned, weights_at_once, with_options } = *self;
         let [x, w, s] = types.map(DType::name);
         let name = format!(
-            "{} {x} {w} {s} {mapping}{}{}",
+            "{} {x} {w} {s} {mapping}{}{}{}",
             form.name(),
+            if with_options { " options" } else { "" },
             if aligned { "" } else { " unaligned" },
             if weights_at_once { "" } else { " late weights" }
         );
@@ -87,6 +105,7 @@ impl Spec for Variant {
                 Constant::Bool("ONE_PASS", mapping.one_pass),
                 Constant::Bool("ALIGNED", aligned),
                 Constant::Bool("WEIGHTS_AT_ONCE", weights_at_once),
+                Constant::Bool("WITH_OPTIONS", with_options),
             ],
             threads: mapping.threads(),
             smem_bytes: 0,
@@ -106,8 +125,8 @@ struct Parameters {
     k: u64,
     flags: u32,
     scale: f32,
-    num_tokens: u64,
     out: u64,
+    num_tokens: u64,
     out_stride: u64,
     s_or_idx: u64,
     s_or_idx_stride: u64,
@@ -117,9 +136,13 @@ struct Parameters {
     bias: u64,
     addend: u64,
     addend_stride: u64,
+    dg: u64,
+    dg_stride: u64,
+    dlogit: u64,
+    dlogit_stride: u64,
 }
 
-const _: () = assert!(size_of::<Parameters>() == 128, "Parameters has no padding, as in kernel.cu");
+const _: () = assert!(size_of::<Parameters>() == 160, "Parameters has no padding, as in kernel.cu");
 
 /// Bits of `Parameters::flags`, as in kernel.cu.
 mod flag {
@@ -132,6 +155,7 @@ mod flag {
     pub(super) const SCALED: u32 = 128;
     pub(super) const HAS_IDX: u32 = 256;
     pub(super) const IDX_I64: u32 = 512;
+    pub(super) const DG_F32: u32 = 1024;
 }
 
 /// `out[t] = g[t]`.
@@ -191,6 +215,37 @@ pub(super) fn sigmoid_mul(
         call.aligned = is_aligned(g.memory, g.stride_bytes, g.row_bytes, g.dtype);
     }
     call.times(&s).into(&out).queue(cuda)
+}
+
+/// `out[t] = x[t] . w[t]`.
+pub(super) fn pair_dot(cuda: &Cuda, op: &'static str, x: Rows<Address<'_>>, w: Rows<Address<'_>>, out: RowsMut<Address<'_>>) -> Result<()> {
+    let mut call = Call::new(op, Kind::PairDot, [x.dtype, w.dtype, out.dtype], x.num_rows);
+    (call.parameters.x, call.parameters.x_stride) = (x.memory.address, x.stride_bytes as u64);
+    (call.parameters.w, call.parameters.w_stride) = (w.memory.address, w.stride_bytes as u64);
+    call.parameters.k = (x.row_bytes / x.dtype.size()) as u64;
+    call.aligned = [&x, &w].iter().all(|rows| is_aligned(rows.memory, rows.stride_bytes, rows.row_bytes, rows.dtype));
+    call.weights_at_once = false;
+    call.into(&out).queue(cuda)
+}
+
+/// The gradients of the logits from those of the gates, and `dx = dlogit * w`.
+pub(super) fn dlogit(
+    cuda: &Cuda,
+    op: &'static str,
+    gates: &Gates<Address<'_>>,
+    dg: &Rows<Address<'_>>,
+    dlogit: &RowsMut<Address<'_>>,
+    dx: Option<&RowsMut<Address<'_>>>,
+) -> Result<()> {
+    let (kind, out) = dx.map_or((Kind::Dlogit, dlogit), |dx| (Kind::DlogitMul, dx));
+    let mut call = Call::new(op, kind, [gates.x.dtype, gates.w.dtype, out.dtype], gates.x.num_rows).of(cuda, gates);
+    (call.parameters.dg, call.parameters.dg_stride) = (dg.memory.address, dg.stride_bytes as u64);
+    call.set(flag::DG_F32, dg.dtype == DType::F32);
+    (call.parameters.dlogit, call.parameters.dlogit_stride) = (dlogit.memory.address, dlogit.stride_bytes as u64);
+    if dx.is_some() {
+        call = call.times(&Rows { stride_bytes: 0, ..gates.w });
+    }
+    call.into(out).queue(cuda)
 }
 
 /// A call on its way from checked arguments to a launch.
@@ -259,8 +314,9 @@ impl Call {
 
     fn queue(mut self, cuda: &Cuda) -> Result<()> {
         let Call { op, kind, types, num_tokens, aligned, .. } = self;
-        // One kernel for everything that is not aligned: it is slower by more than it would gain.
+        // One kernel for everything that is not aligned: it is slower by more than that.
         let weights_at_once = self.weights_at_once && aligned;
+        let with_options = self.parameters.flags != 0 || !aligned || kind.is_backward();
         let limits = Limits::of(cuda.device());
         let shape = tuning::Shape { kind, types, num_tokens, k: self.parameters.k as usize, n: self.n };
         let (mapping, num_column_blocks) = tuning::choose(&limits, &shape);
@@ -271,7 +327,7 @@ impl Call {
         })?;
         let columns = self.n.div_ceil(num_column_blocks as usize * mapping.cluster as usize).next_multiple_of(8); // 8: elements of a vector
         self.parameters.columns_per_block = columns as u64;
-        let kernel = KERNELS.get(op, cuda.stream(), Variant { form: kind, types, mapping, aligned, weights_at_once })?;
+        let kernel = KERNELS.get(op, cuda.stream(), Variant { form: kind, types, mapping, aligned, weights_at_once, with_options })?;
         let geometry = Geometry {
             grid: [num_row_blocks, num_column_blocks, 1],
             threads: mapping.threads(),
@@ -288,22 +344,40 @@ impl Call {
 /// Loads every kernel that a call may choose, whatever its number of tokens.
 pub(super) fn precompile(cuda: &Cuda, call: &super::Call) -> Result<()> {
     let &super::Call { form, x, w, out, k, n } = call;
-    let kind = match form {
-        Form::Gate | Form::GateAppendTopk => Kind::Gate,
-        Form::GateMul => Kind::GateMul,
-        Form::GateMulAdd => Kind::GateMulAdd,
-        Form::SigmoidMul if k == 1 => Kind::SigmoidMul,
-        Form::SigmoidMul => Kind::SigmoidMulEach,
-    };
+    let load = |kind: Kind, types: [DType; 3], (k, n): (usize, usize)| load(cuda, kind, types, (k, n));
+    match form {
+        Form::Gate | Form::GateAppendTopk => load(Kind::Gate, [x, w, out], (k, n)),
+        Form::GateMul => load(Kind::GateMul, [x, w, out], (k, n)),
+        Form::GateMulAdd => load(Kind::GateMulAdd, [x, w, out], (k, n)),
+        Form::SigmoidMul => load(if k == 1 { Kind::SigmoidMul } else { Kind::SigmoidMulEach }, [x, w, out], (k, n)),
+        Form::GateBackward => {
+            load(Kind::Dlogit, [x, w, DType::F32], (k, k))?;
+            load(Kind::DlogitMul, [x, w, x], (k, k))?;
+            backward::precompile(cuda, x, out, k)
+        }
+        Form::GateMulBackward => {
+            load(Kind::PairDot, [out, out, DType::F32], (n, n))?;
+            load(Kind::GateMul, [x, w, out], (k, n))
+        }
+    }
+}
+
+fn load(cuda: &Cuda, kind: Kind, types: [DType; 3], (k, n): (usize, usize)) -> Result<()> {
     let limits = Limits::of(cuda.device());
     let is_whole = |columns: usize| columns.is_multiple_of(8); // elements of a vector
     let aligned = (kind == Kind::SigmoidMul || is_whole(k)) && (!kind.has_rows() || is_whole(n));
     for num_tokens in tuning::classes_of_tokens(&limits) {
-        let (mapping, _) = tuning::choose(&limits, &tuning::Shape { kind, types: [x, w, out], num_tokens, k, n });
-        for weights_at_once in [true, false] {
-            // Only a programmatic launch can be too early, and only for weights.
-            if weights_at_once == aligned || cuda.is_programmatic() && kind.has_dot() && aligned {
-                KERNELS.load(cuda.device(), Variant { form: kind, types: [x, w, out], mapping, aligned, weights_at_once })?;
+        let (mapping, _) = tuning::choose(&limits, &tuning::Shape { kind, types, num_tokens, k, n });
+        for (weights_at_once, with_options) in [(true, true), (true, false), (false, true), (false, false)] {
+            let is_used = if aligned {
+                // Only a programmatic launch can be too early, and only for weights.
+                (if kind == Kind::PairDot { !weights_at_once } else { weights_at_once || cuda.is_programmatic() && kind.has_dot() })
+                    && (with_options || !kind.is_backward())
+            } else {
+                !weights_at_once && with_options
+            };
+            if is_used {
+                KERNELS.load(cuda.device(), Variant { form: kind, types, mapping, aligned, weights_at_once, with_options })?;
             }
         }
     }
@@ -313,44 +387,49 @@ pub(super) fn precompile(cuda: &Cuda, call: &super::Call) -> Result<()> {
 /// The kernels that the table of resources lists: bf16 in every mapping and form, the other types in the usual mapping, what is not aligned once.
 pub(super) fn shipped() -> Vec<Variant> {
     const BF16: [DType; 3] = [DType::BF16; 3];
-    let limits = Limits { num_sms: 132, has_clusters: true }; // an H200
-    let without_clusters = Limits { has_clusters: false, ..limits };
+    let clusters = Limits { num_sms: 132, has_clusters: true }; // an H200
+    let none = Limits { has_clusters: false, ..clusters };
     let mut all: Vec<Variant> = Vec::new();
-    let mut add = |limits: &Limits,
-                   kind: Kind,
-                   types: [DType; 3],
-                   (num_tokens, k, n): (usize, usize, usize),
-                   aligned: bool,
-                   weights_at_once: bool| {
+    let mut add = |limits: &Limits, kind: Kind, types: [DType; 3], (num_tokens, k, n): (usize, usize, usize), change: fn(&mut Variant)| {
         let (mapping, _) = tuning::choose(limits, &tuning::Shape { kind, types, num_tokens, k, n });
-        let variant = Variant { form: kind, types, mapping, aligned, weights_at_once };
+        let (weights_at_once, with_options) = (kind != Kind::PairDot, kind.is_backward());
+        let mut variant = Variant { form: kind, types, mapping, aligned: true, weights_at_once, with_options };
+        change(&mut variant);
         if !all.contains(&variant) {
             all.push(variant);
         }
     };
-    let dots = [Kind::Gate, Kind::GateMul, Kind::GateMulAdd];
-    for kind in dots {
-        for num_tokens in [1, 4096] {
-            for k in [256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072, 262144] {
-                add(&limits, kind, BF16, (num_tokens, k, 2048), true, true);
-                add(&without_clusters, kind, BF16, (num_tokens, k, 2048), true, true);
-            }
+    let unchanged = |_: &mut Variant| {};
+    let unaligned = |variant: &mut Variant| *variant = Variant { aligned: false, weights_at_once: false, with_options: true, ..*variant };
+    for kind in [Kind::Gate, Kind::GateMul, Kind::GateMulAdd] {
+        // Every mapping for the gate alone, and those of decoding and of a long row for its products.
+        let ks: &[usize] =
+            if kind == Kind::Gate { &[256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072, 262144] } else { &[2048, 65536] };
+        for (num_tokens, k) in [1, 4096].into_iter().flat_map(|t| ks.iter().map(move |k| (t, *k))) {
+            add(&clusters, kind, BF16, (num_tokens, k, 2048), unchanged);
+            add(&none, kind, BF16, (num_tokens, k, 2048), unchanged);
         }
         for (x, w) in [(DType::BF16, DType::F32), (DType::F16, DType::F16), (DType::F16, DType::F32), (DType::F32, DType::F32)] {
-            for k in [2048, 65536] {
-                add(&limits, kind, [x, w, x], (1, k, 2048), true, true);
-            }
+            add(&clusters, kind, [x, w, x], (1, 2048, 2048), unchanged);
+            add(&none, kind, [x, w, x], (1, 65536, 2048), unchanged);
         }
-        add(&limits, kind, BF16, (1, 2048, 2048), true, false);
-        add(&limits, kind, BF16, (1, 2048, 2048), false, false);
-        add(&limits, kind, BF16, (1, 65536, 2048), false, false);
+        add(&clusters, kind, BF16, (1, 2048, 2048), |variant| variant.weights_at_once = false);
+        add(&clusters, kind, BF16, (1, 2048, 2048), |variant| variant.with_options = true);
+        add(&clusters, kind, BF16, (1, 131072, 2048), |variant| variant.with_options = true);
+        add(&clusters, kind, BF16, (1, 2048, 2048), unaligned);
+        add(&none, kind, BF16, (1, 65536, 2048), unaligned);
     }
     for kind in [Kind::SigmoidMul, Kind::SigmoidMulEach] {
         for (num_tokens, n) in [(1, 2048), (4096, 2048), (4096, 128)] {
-            add(&limits, kind, BF16, (num_tokens, 1, n), true, true);
+            add(&clusters, kind, BF16, (num_tokens, 1, n), unchanged);
         }
-        add(&limits, kind, [DType::F32; 3], (1, 1, 2048), true, true);
-        add(&limits, kind, BF16, (1, 1, 2048), false, false);
+        add(&clusters, kind, [DType::F32; 3], (1, 1, 2048), |variant| variant.with_options = true);
+        add(&clusters, kind, BF16, (1, 1, 2048), unaligned);
+    }
+    for (num_tokens, k) in [(1, 2048), (4096, 2048), (4096, 65536)] {
+        add(&clusters, Kind::Dlogit, [DType::BF16, DType::BF16, DType::F32], (num_tokens, k, k), unchanged);
+        add(&clusters, Kind::DlogitMul, BF16, (num_tokens, k, k), unchanged);
+        add(&clusters, Kind::PairDot, [DType::BF16, DType::BF16, DType::F32], (num_tokens, k, k), unchanged);
     }
     all
 }
@@ -359,11 +438,11 @@ pub(super) fn shipped() -> Vec<Variant> {
 pub(super) fn one_tile(dtype: DType, elements_per_lane: u16) -> Variant {
     let mapping =
         Mapping { teams_per_row: 1, rows_per_block: tuning::ROWS, elements_per_lane, cluster: 1, kept_vectors: 1, one_pass: true };
-    Variant { form: Kind::Gate, types: [dtype; 3], mapping, aligned: true, weights_at_once: true }
+    Variant { form: Kind::Gate, types: [dtype; 3], mapping, aligned: true, weights_at_once: true, with_options: false }
 }
 
 /// Whether rows are whole vectors of eight elements at addresses that 16-byte accesses take.
-fn is_aligned(memory: Address<'_>, stride_bytes: usize, row_bytes: usize, dtype: DType) -> bool {
+pub(super) fn is_aligned(memory: Address<'_>, stride_bytes: usize, row_bytes: usize, dtype: DType) -> bool {
     const VECTOR: usize = 16; // spec: bytes of the widest access
     memory.address.is_multiple_of(VECTOR as u64) && stride_bytes.is_multiple_of(VECTOR) && row_bytes.is_multiple_of(8 * dtype.size())
 }

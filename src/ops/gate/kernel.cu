@@ -1,7 +1,8 @@
 // Computes   the five forms of `ops::gate`, each in one launch: g = activation(x . w + bias + addend) * scale and what is multiplied with it, or
-//            s * sigmoid(g). The order of the sum and every rounding are those of `oracle::gate`.
-// Layout     x [T, K], w [K], bias [1], addend [T], s [T, N], out [T] or [T, N], idx [T]: addresses of row 0 and bytes from row to row, as the caller
-//            owns them. For gate_append_topk, idx and out point at the last column. Only out and idx are written.
+//            s * sigmoid(g); and what their backward makes row by row. The order of the sum and every rounding are those of `oracle::gate` and
+//            `oracle::gate_backward`.
+// Layout     x [T, K], w [K], bias [1], addend [T], s [T, N], out [T] or [T, N], idx [T], dg [T], dlogit [T]: addresses of row 0 and bytes from row to row,
+//            as the caller owns them. For gate_append_topk, idx and out point at the last column. Only out, idx and dlogit are written.
 // Work       A team is 32 lanes; lane l of a team holds, of w = first_w .. first_w + VECTORS, the eight elements e of (w, l). A row has TEAMS_PER_ROW
 //            teams in one block, or in each of the CLUSTER blocks of a cluster; a block has ROWS_PER_BLOCK rows. So the pairs over e and the low
 //            bits of w are added in registers, the high bits of w after one exchange through shared memory (of each block that needs the gate), and
@@ -14,7 +15,6 @@
 //            itself. ROWS_PER_BLOCK is 1 unless TEAMS_PER_ROW is.
 
 constexpr int LANES = 32; // spec (order of the sum): values of l
-constexpr int EIGHT = 8;  // spec: values of e
 constexpr int ROW_THREADS = LANES * TEAMS_PER_ROW;
 constexpr int THREADS = ROW_THREADS * ROWS_PER_BLOCK;
 constexpr int PARTIALS = TEAMS_PER_ROW * CLUSTER; // teams of a row
@@ -27,21 +27,34 @@ static_assert(ROWS_PER_BLOCK == 1 || PARTIALS == 1, "Teams that share a row use 
 static_assert((VECTORS & (VECTORS - 1)) == 0 && (PARTIALS & (PARTIALS - 1)) == 0, "Pairs over w are pairs of equal ranges.");
 static_assert(ELEMENTS_PER_LANE == EIGHT * VECTORS * BATCH, "Each lane holds the same number of whole vectors.");
 
-// Of elements of x and w in their rows: 32 bits are enough for what one pass takes.
-template <bool SMALL> struct IndexOf {
-    using Type = u32;
-};
-template <> struct IndexOf<false> {
-    using Type = u64;
-};
-using Index = IndexOf<ONE_PASS>::Type;
-
 // What is computed.
-enum Form { GATE, GATE_MUL, GATE_MUL_ADD, SIGMOID_MUL, SIGMOID_MUL_EACH };
-constexpr bool HAS_DOT = FORM <= GATE_MUL_ADD;
-constexpr bool HAS_ROWS = FORM != GATE;
+enum Form {
+    GATE,             // out = g; for gate_append_topk idx too
+    GATE_MUL,         // out = g * s
+    GATE_MUL_ADD,     // out = out + g * s
+    SIGMOID_MUL,      // out = s * sigmoid(w), one w for each row
+    SIGMOID_MUL_EACH, // the same, one w for each element
+    PAIR_DOT,         // out = x . w, a row of w for each row of x
+    DLOGIT,           // out = the gradient of the logit, from dg
+    DLOGIT_MUL,       // dlogit is that, and out = dlogit * s, where s is w
+};
+constexpr bool HAS_DOT = FORM != SIGMOID_MUL && FORM != SIGMOID_MUL_EACH;
+constexpr bool HAS_ROWS = HAS_DOT ? FORM == GATE_MUL || FORM == GATE_MUL_ADD || FORM == DLOGIT_MUL : true;
+constexpr bool HAS_DLOGIT = FORM == DLOGIT || FORM == DLOGIT_MUL;
 
-// Bits of Parameters::flags.
+template <bool CONDITION, class A, class B> struct Choice {
+    using Type = A;
+};
+template <class A, class B> struct Choice<false, A, B> {
+    using Type = B;
+};
+// The type of s; that of the result is S.
+using R = Choice<FORM == DLOGIT_MUL, W, S>::Type;
+
+// Of elements of x and w in their rows: 32 bits are enough for what one pass takes.
+using Index = Choice<ONE_PASS, u32, u64>::Type;
+
+// Bits of Parameters::flags, which are all 0 without WITH_OPTIONS.
 constexpr u32 LINEAR = 2;    // no sigmoid
 constexpr u32 FRAMEWORK = 4; // Rounding::Framework
 constexpr u32 HAS_BIAS = 8;
@@ -51,6 +64,7 @@ constexpr u32 ADDEND_F32 = 64; // addend is f32, else X
 constexpr u32 SCALED = 128;    // scale is not 1
 constexpr u32 HAS_IDX = 256;
 constexpr u32 IDX_I64 = 512; // idx is i64, else i32
+constexpr u32 DG_F32 = 1024; // dg is f32, else X
 constexpr u32 OPTIONS = LINEAR | FRAMEWORK | HAS_BIAS | HAS_ADDEND | SCALED;
 
 // What every call needs comes first: each 64 bytes that are touched are a miss of the constant cache (spec: parameters start at 0x210, so the first
@@ -62,9 +76,9 @@ struct Parameters {
     u64 k;
     u32 flags;
     float scale;
-    u64 num_tokens;
-
     char* out;
+
+    u64 num_tokens;
     u64 out_stride;
     union {
         const char* s; // of the forms with rows
@@ -79,64 +93,22 @@ struct Parameters {
         u64 shared_expert;
     };
     u64 columns_per_block; // a multiple of 8, below 2^31
-    u64 w_stride;          // of the sigmoid forms
+    u64 w_stride;          // of the sigmoid forms and of PAIR_DOT
     const char* bias;
 
     const char* addend;
     u64 addend_stride;
+    const char* dg;
+    u64 dg_stride;
+    char* dlogit;
+    u64 dlogit_stride;
 };
 
-// Eight neighbours of a row.
-template <class T> struct Eight {
-    Vec16 vec[sizeof(T) / 2];
-};
-
-template <class T> DEVICE float element(const Eight<T>& eight, int e) {
-    if constexpr (sizeof(T) == 4) {
-        return float_of(eight.vec[e / 4].word[e % 4]);
-    } else {
-        const u32 word = eight.vec[0].word[e / 2];
-        return widen<T>(T{(u16)(e % 2 == 0 ? word : word >> 16)});
-    }
-}
-
-template <class T> DEVICE void set_element(Eight<T>& eight, int e, T value) {
-    if constexpr (sizeof(T) == 4) {
-        eight.vec[e / 4].word[e % 4] = bits_of(value);
-    } else {
-        u32& word = eight.vec[0].word[e / 2];
-        word = e % 2 == 0 ? (word & 0xFFFF0000u) | value.bits : (word & 0xFFFFu) | (u32)value.bits << 16;
-    }
-}
-
-enum class Reuse { CONSTANT, KEPT, ONCE };
-
-// Elements i .. i + 8 of a row of k, of which `at` is element i; what the row lacks stays as it is in `eight`.
-template <class T, Reuse REUSE, class I> DEVICE void load_eight(Eight<T>& eight, const char* at, I i, I k) {
-    if constexpr (ALIGNED) {
+template <class T> DEVICE void bitwise_or(Eight<T>& eight, u32 bits) {
 #pragma unroll
-        for (int v = 0; v < (int)(sizeof(T) / 2); v++) {
-            if constexpr (REUSE == Reuse::CONSTANT) {
-                load_constant(eight.vec[v], at + 16 * v, i < k);
-            } else if constexpr (REUSE == Reuse::KEPT) {
-                load(eight.vec[v], at + 16 * v, i < k);
-            } else {
-                load_once(eight.vec[v], at + 16 * v, i < k);
-            }
-        }
-    } else {
+    for (int v = 0; v < (int)(sizeof(T) / 2); v++) {
 #pragma unroll
-        for (int e = 0; e < EIGHT; e++) {
-            if (i + e < k) set_element<T>(eight, e, ((const T*)at)[e]);
-        }
-    }
-}
-
-template <class T, int N> DEVICE void settle(Eight<T> (&eight)[N]) {
-#pragma unroll
-    for (int i = 0; i < N; i++) {
-#pragma unroll
-        for (int v = 0; v < (int)(sizeof(T) / 2); v++) settle(eight[i].vec[v]);
+        for (int i = 0; i < 4; i++) eight.vec[v].word[i] |= bits;
     }
 }
 
@@ -152,35 +124,9 @@ template <class T, Reuse REUSE> DEVICE void load_batch(Eight<T> (&to)[BATCH][VEC
     }
 }
 
-// Elements i .. i + 8 of a row of n, of which `at` is element i.
-template <class T> DEVICE void store_eight(char* at, u32 i, u32 n, const float (&value)[EIGHT]) {
-    if constexpr (ALIGNED) {
-        if (i < n) {
-#pragma unroll
-            for (int v = 0; v < (int)(sizeof(T) / 2); v++) {
-                Vec16 vec;
-#pragma unroll
-                for (int word = 0; word < 4; word++) {
-                    if constexpr (sizeof(T) == 4) {
-                        vec.word[word] = bits_of(value[4 * v + word]);
-                    } else {
-                        vec.word[word] = narrow_pair<T>(value[2 * word], value[2 * word + 1]);
-                    }
-                }
-                store(at + 16 * v, vec);
-            }
-        }
-    } else {
-#pragma unroll
-        for (int e = 0; e < EIGHT; e++) {
-            if (i + e < n) ((T*)at)[e] = narrow<T>(value[e]);
-        }
-    }
-}
-
 // One element of type X, or f32.
 DEVICE float load_x_or_f32(const char* at, bool is_f32) {
-    return is_f32 ? *(const float*)at : widen<X>(*(const X*)at);
+    return is_f32 ? load_element<f32>(at) : widen<X>(load_element<X>(at));
 }
 
 // Pairs of neighbours, as often as the number of terms halves to 1.
@@ -226,10 +172,22 @@ RARE float gate_with_options(float dot, float bias, float addend, u32 flags, flo
     return framework && HAS_ROWS ? round_to<X>(v) : v; // a gate that is the result is rounded once, to the type of the result, by its store
 }
 
+// From the gradient of the gate to that of the logit, as `oracle::gate_backward` states it.
+DEVICE float dlogit_of(float dot, float bias, float addend, float dg, u32 flags, float scale) {
+    const bool framework = flags & FRAMEWORK;
+    const float d = dg * scale;
+    const float dactivation = framework ? round_to<X>(d) : d;
+    if (flags & LINEAR) return dactivation;
+    const float s = gate_with_options(dot, bias, addend, flags, 1.0f);
+    const float rest = framework ? round_to<X>(1.0f - s) : 1.0f - s;
+    const float product = framework ? round_to<X>(dactivation * rest) : dactivation * rest;
+    return framework ? round_to<X>(product * s) : product * s;
+}
+
 constexpr int NUM_KEPT = HAS_ROWS ? KEPT_VECTORS : 1;
 
 // out = g * s and its kin, for the eight columns from i on, of `end`.
-DEVICE void finish_eight(const Parameters& p, float g, char* out_at, const char* g_at, u32 i, u32 end, const Eight<S>& s, const Eight<S>& before) {
+DEVICE void finish_eight(u32 flags, float g, char* out_at, const char* g_at, u32 i, u32 end, const Eight<R>& s, const Eight<S>& before) {
     float value[EIGHT];
     Eight<W> gates = {};
     if constexpr (FORM == SIGMOID_MUL_EACH) load_eight<W, Reuse::ONCE>(gates, g_at + (u64)i * sizeof(W), i, end);
@@ -237,11 +195,11 @@ DEVICE void finish_eight(const Parameters& p, float g, char* out_at, const char*
     for (int e = 0; e < EIGHT; e++) {
         if constexpr (FORM == SIGMOID_MUL_EACH) {
             g = sigmoid(element<W>(gates, e));
-            if (p.flags & FRAMEWORK) g = round_to<W>(g);
+            if (flags & FRAMEWORK) g = round_to<W>(g);
         }
-        value[e] = g * element<S>(s, e);
+        value[e] = g * element<R>(s, e);
         if constexpr (FORM == GATE_MUL_ADD) {
-            if (p.flags & FRAMEWORK) value[e] = round_to<S>(value[e]);
+            if (flags & FRAMEWORK) value[e] = round_to<S>(value[e]);
             value[e] = element<S>(before, e) + value[e];
         }
     }
@@ -258,16 +216,19 @@ KERNEL(THREADS) gate(PARAMETERS(Parameters) p) {
     const u32 part = rank * (u32)TEAMS_PER_ROW + team;
     const Index first = (Index)part * (LANES * EIGHT * VECTORS) + lane * EIGHT;
     const Index k = (Index)p.k;
-    const u32 flags = p.flags;
+    const u32 flags = WITH_OPTIONS ? p.flags : 0;
     if constexpr (CLUSTER > 1) cluster_arrive_relaxed();
 
     Eight<W> w[BATCH][VECTORS] = {};
     Eight<X> x[BATCH][VECTORS] = {};
     const char* w_at = p.w + first * sizeof(W);
+    if constexpr (FORM == PAIR_DOT) w_at += t * p.w_stride;
     if constexpr (HAS_DOT && WEIGHTS_AT_ONCE) load_batch<W, Reuse::CONSTANT>(w, w_at, first, k);
     // The address is made before the wait, and the weights are on their way: an instruction may move across the wait, but not across a branch.
     const char* x_at = p.x + t * p.x_stride + first * sizeof(X);
+    char* out_row = p.out + t * p.out_stride;
     settle(x_at);
+    if constexpr (!HAS_ROWS) settle(out_row);
     if (t >= p.num_tokens) {
         wait_for_dependencies();
         launch_dependents();
@@ -282,20 +243,20 @@ KERNEL(THREADS) gate(PARAMETERS(Parameters) p) {
     }
     float bias = -0.0f, addend = -0.0f;
     if (HAS_DOT && flags & HAS_BIAS) bias = load_x_or_f32(p.bias, flags & BIAS_F32);
-    // Between two branches, so that its parameters arrive while x does: not before x is asked for, nor after it has come.
-    char* out_row = p.out + t * p.out_stride;
-    settle(out_row);
+    float dg = 0.0f;
+    if constexpr (HAS_DLOGIT) dg = load_x_or_f32(p.dg + t * p.dg_stride, flags & DG_F32);
     if (HAS_DOT && flags & HAS_ADDEND) addend = load_x_or_f32(p.addend + t * p.addend_stride, flags & ADDEND_F32);
 
     // The columns of this block; the first of them are read while the dot is made.
     const u64 begin = HAS_ROWS ? (u64)(block_idx_y() * (u32)CLUSTER + rank) * (u32)p.columns_per_block : 0;
     const u32 end = begin >= p.n ? 0 : p.n - begin < p.columns_per_block ? (u32)(p.n - begin) : (u32)p.columns_per_block;
-    const char* s_at = p.s + t * p.s_stride + begin * sizeof(S);
+    const char* s_at = p.s + t * p.s_stride + begin * sizeof(R);
     char* out_at = out_row + begin * sizeof(S);
     const char* g_at = p.w + t * p.w_stride + begin * sizeof(W);
-    Eight<S> s[NUM_KEPT] = {}, before[NUM_KEPT] = {};
-    auto load_columns = [&](u32 i, Eight<S>& s, Eight<S>& before) {
-        load_eight<S, Reuse::ONCE>(s, s_at + (u64)i * sizeof(S), i, end);
+    Eight<R> s[NUM_KEPT] = {};
+    Eight<S> before[NUM_KEPT] = {};
+    auto load_columns = [&](u32 i, Eight<R>& s, Eight<S>& before) {
+        load_eight<R, FORM == DLOGIT_MUL ? Reuse::KEPT : Reuse::ONCE>(s, s_at + (u64)i * sizeof(R), i, end);
         if constexpr (FORM == GATE_MUL_ADD) load_eight<S, Reuse::ONCE>(before, out_at + (u64)i * sizeof(S), i, end);
     };
     auto column = [&](u32 v) { return (v * ROW_THREADS + row_thread) * EIGHT; };
@@ -303,9 +264,21 @@ KERNEL(THREADS) gate(PARAMETERS(Parameters) p) {
 #pragma unroll
         for (int v = 0; v < NUM_KEPT; v++) load_columns(column(v), s[v], before[v]);
     }
-    // Everything is on its way.
+    if constexpr (HAS_DOT) {
+        // Everything is on its way before anything is used: without a branch arithmetic would be put between the loads and wait there. No launch
+        // takes it: the host chose ONE_PASS by the same comparison.
+        if ((k <= BATCH * PASS) != ONE_PASS) return;
+    }
+    // What the branch does not hold back is held back by an operand: the address and the number of the columns, of whose highest bits (spec: an
+    // address has 57 at most; Requires) zero is made.
+    if constexpr (HAS_DOT && HAS_ROWS) {
+        const u32 zero = (u32)((u64)s_at >> 60) | end >> 31;
 #pragma unroll
-    for (int b = 0; b < BATCH; b++) settle(x[b]);
+        for (int b = 0; b < BATCH; b++) {
+#pragma unroll
+            for (int v = 0; v < VECTORS; v++) bitwise_or(x[b][v], zero);
+        }
+    }
 
     float g;
     if constexpr (HAS_DOT) {
@@ -357,9 +330,15 @@ KERNEL(THREADS) gate(PARAMETERS(Parameters) p) {
             sum = sum_of_teams(partial, lane);
         }
         sum += 0.0f;
-        g = flags & OPTIONS ? gate_with_options(sum, bias, addend, flags, p.scale) : sigmoid(sum);
+        if constexpr (FORM == PAIR_DOT) {
+            g = sum;
+        } else if constexpr (HAS_DLOGIT) {
+            g = dlogit_of(sum, bias, addend, dg, flags, p.scale);
+        } else {
+            g = flags & OPTIONS ? gate_with_options(sum, bias, addend, flags, p.scale) : sigmoid(sum);
+        }
     } else if constexpr (FORM == SIGMOID_MUL) {
-        g = sigmoid(widen<W>(*(const W*)(p.w + t * p.w_stride)));
+        g = sigmoid(widen<W>(load_element<W>(p.w + t * p.w_stride)));
         if (flags & FRAMEWORK) g = round_to<W>(g);
     } else {
         g = 1.0f;
@@ -367,22 +346,26 @@ KERNEL(THREADS) gate(PARAMETERS(Parameters) p) {
 
     if constexpr (!HAS_ROWS) {
         if (lane != 0) return;
-        *(S*)out_row = narrow<S>(g);
+        store_element<S>(out_row, narrow<S>(g));
         if (flags & HAS_IDX) {
             char* idx = p.idx + t * p.idx_stride;
             if (flags & IDX_I64) {
-                *(i64*)idx = (i64)p.shared_expert;
+                store_u64(idx, p.shared_expert);
             } else {
-                *(i32*)idx = (i32)p.shared_expert;
+                store_u32(idx, (u32)p.shared_expert);
             }
         }
     } else {
+        if constexpr (FORM == DLOGIT_MUL) {
+            if (row_thread == 0 && begin == 0) store_element<f32>(p.dlogit + t * p.dlogit_stride, g);
+        }
 #pragma unroll
-        for (int v = 0; v < NUM_KEPT; v++) finish_eight(p, g, out_at, g_at, column(v), end, s[v], before[v]);
+        for (int v = 0; v < NUM_KEPT; v++) finish_eight(flags, g, out_at, g_at, column(v), end, s[v], before[v]);
         for (u32 i = column(NUM_KEPT); i < end; i += ROW_THREADS * EIGHT) {
-            Eight<S> s = {}, before = {};
+            Eight<R> s = {};
+            Eight<S> before = {};
             load_columns(i, s, before);
-            finish_eight(p, g, out_at, g_at, i, end, s, before);
+            finish_eight(flags, g, out_at, g_at, i, end, s, before);
         }
     }
 }

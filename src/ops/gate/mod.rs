@@ -375,6 +375,10 @@ pub enum Form {
     GateAppendTopk,
     /// [`sigmoid_mul`].
     SigmoidMul,
+    /// [`gate_backward`]; the result is `dw`.
+    GateBackward,
+    /// [`gate_mul_backward`]; the result is `ds`.
+    GateMulBackward,
 }
 
 /// Compiles and loads every kernel that such a call may need, for any number of tokens and any option, so that it can be captured in a graph at
@@ -400,7 +404,7 @@ pub fn precompile(backend: &Backend, calls: &[Call]) -> Result<()> {
 
 /// The kernels of this module that the table of resources lists.
 pub fn programs() -> Vec<Program> {
-    gpu::shipped().iter().map(Spec::program).collect()
+    gpu::shipped().iter().map(Spec::program).chain(backward::programs()).collect()
 }
 
 /// The kernel in which each lane holds `elements_per_lane` (a power of two from 8 on) elements of one row before it adds them: where the bound of

@@ -100,10 +100,10 @@ pub(super) fn classes_of_tokens(limits: &Limits) -> impl Iterator<Item = usize> 
 /// Blocks among which the columns of a row are split at most: each makes the same gate again (arbitrary; a row of 64 passes is long).
 const MAX_COLUMN_BLOCKS: usize = 64;
 
-/// Vectors of s that a thread loads before it knows the gate; with `out` to read as well half as many (measured: more registers than that cost more
-/// than the later loads).
+/// Vectors of s that a thread loads before it knows the gate; of `out` as many (measured on an H200, T = 4096, K = N = 2048, bf16, in us: with 1, 2, 4 vectors
+/// gate_mul takes 13.9, 13.7, 13.9; with 1, 2 gate_mul_add takes 17.3, 17.6).
 fn max_kept_vectors(kind: Kind) -> usize {
-    if kind == Kind::GateMulAdd { 2 } else { 4 }
+    if kind == Kind::GateMulAdd { 1 } else { 2 }
 }
 
 fn of_dot(limits: &Limits, shape: &Shape) -> Mapping {
@@ -125,15 +125,14 @@ fn of_dot(limits: &Limits, shape: &Shape) -> Mapping {
     // Values of w that the row has, as the binary tree over them sees it.
     let num_w = k.div_ceil(LANES * EIGHT).next_power_of_two().clamp(1, NUM_W);
     let is_large = num_tokens > LARGE_PER_SM * limits.num_sms;
-    if num_w == 1 {
+    if num_w <= if is_large { ONE_TEAM } else { 1 } {
         return Mapping { rows_per_block: if is_large { ROWS } else { 1 }, ..with(1, 1) };
     }
     if k > CLUSTER_ABOVE && limits.has_clusters && num_tokens * CLUSTER <= limits.num_sms {
         return with(NUM_W / CLUSTER, CLUSTER);
     }
-    // Two vectors a lane, so half as many teams as values of w, but for short rows, and for one row's gate alone.
-    let is_alone = !shape.kind.has_rows() && !is_large && num_w == 8;
-    let mapping = with(if num_w >= 8 && !is_alone { num_w / 2 } else { num_w }, 1);
+    // Two vectors a lane, so half as many teams as values of w, but for short rows.
+    let mapping = with(if num_w >= 8 { num_w / 2 } else { num_w }, 1);
     if mapping.one_pass { mapping } else { with(NUM_W, 1) }
 }
 
@@ -145,6 +144,9 @@ const LARGE_PER_SM: usize = 2;
 const CLUSTER: usize = 8;
 /// K above which a cluster serves a row.
 const CLUSTER_ABOVE: usize = 16384;
+/// Values of w up to which one team serves a row when there are many (measured on an H200, T = 4096, in us: K = 1024 with a block a row 5.8, which is the rate
+/// at which blocks start; K = 2048 5.7 with four teams and 5.8 with one).
+const ONE_TEAM: usize = 4;
 /// Rows of a block where a row has one team (arbitrary: 256 threads).
 pub(super) const ROWS: u16 = 8;
 
@@ -233,4 +235,76 @@ impl Arch {
 /// ```
 pub const fn max_k_single_block(dtype: DType, arch: Arch) -> usize {
     1024 * elements_that_fit(arch.registers_of_1024_threads(), 2 * dtype.size())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const TYPES: [[DType; 3]; 4] =
+        [[DType::BF16; 3], [DType::F16, DType::F32, DType::F16], [DType::BF16, DType::BF16, DType::F32], [DType::F32; 3]];
+    const KINDS: [Kind; 5] = [Kind::Gate, Kind::GateMul, Kind::GateMulAdd, Kind::SigmoidMul, Kind::SigmoidMulEach];
+
+    /// What kernel.cu and a launch require, of every choice.
+    #[test]
+    fn a_choice_is_legal() {
+        let sizes = [0, 1, 7, 8, 255, 256, 257, 1000, 2048, 4096, 8192, 8193, 16384, 16385, 32768, 65536, 131072, 131073, 1 << 20, 1 << 33];
+        for (num_sms, has_clusters) in [(1, false), (108, false), (132, true)] {
+            let limits = Limits { num_sms, has_clusters };
+            for (kind, types) in KINDS.into_iter().flat_map(|kind| TYPES.map(|types| (kind, types))) {
+                for (num_tokens, k) in [1, 2, 16, 17, 132, 264, 265, 4096].into_iter().flat_map(|t| sizes.map(|k| (t, k))) {
+                    for n in sizes {
+                        let shape = Shape { kind, types, num_tokens, k, n };
+                        let (mapping, num_column_blocks) = choose(&limits, &shape);
+                        let Mapping { teams_per_row, rows_per_block, elements_per_lane, cluster, kept_vectors, one_pass } = mapping;
+                        let context = format!("{shape:?} {mapping:?} {num_column_blocks}");
+                        let (teams, elements) = (teams_per_row as usize, elements_per_lane as usize);
+                        assert!(mapping.threads() <= 1024, "{context}");
+                        assert!([teams, elements, cluster.into(), kept_vectors.into()].iter().all(|n| n.is_power_of_two()), "{context}");
+                        assert!(elements >= EIGHT && teams * cluster as usize <= NUM_W, "{context}");
+                        assert!(rows_per_block == 1 || teams == 1 && cluster == 1, "{context}");
+                        assert!(cluster == 1 || has_clusters, "{context}");
+                        // Spec (CUDA): blocks along y.
+                        assert!((1..=65535).contains(&num_column_blocks), "{context}");
+                        assert!(n / (num_column_blocks as usize) < 1 << 31, "{context}");
+                        if kind.has_dot() {
+                            // What kernel.cu derives.
+                            let vectors = (elements / EIGHT).min(NUM_W / (teams * cluster as usize));
+                            let pass = LANES * EIGHT * vectors * teams * cluster as usize;
+                            let batch = elements / EIGHT / vectors;
+                            assert_eq!(one_pass, k <= pass * batch, "{context}");
+                            assert!(one_pass && batch == 1 || pass == 8192, "{context}");
+                            let registers = elements * (types[0].size() + types[1].size()) / 4 + 16; // 16: the least that was measured
+                            assert!(registers <= max_registers(mapping) as usize, "{context}");
+                        }
+                    }
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn the_classes_of_tokens_are_all_there() {
+        let limits = Limits { num_sms: 132, has_clusters: true };
+        for (kind, types) in KINDS.into_iter().flat_map(|kind| TYPES.map(|types| (kind, types))) {
+            for (k, n) in [(40, 264), (2048, 2048), (2048, 5000), (20000, 2048), (140_000, 64)] {
+                let mapping = |num_tokens| choose(&limits, &Shape { kind, types, num_tokens, k, n }).0;
+                let known: Vec<_> = classes_of_tokens(&limits).map(mapping).collect();
+                for num_tokens in (1..600).chain([1000, 4096, 1 << 20]) {
+                    assert!(known.contains(&mapping(num_tokens)), "{num_tokens} tokens, {kind:?} {types:?} {k} {n}");
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn the_longest_row_of_a_block_follows_from_the_registers() {
+        for (arch, registers) in [(Arch::Sm80, 64), (Arch::Sm100, 64), (Arch::Gfx942, 128), (Arch::Gfx1201, 192)] {
+            for dtype in [DType::BF16, DType::F32] {
+                let elements = max_k_single_block(dtype, arch) / 1024;
+                let needed = |elements: usize| elements * 2 * dtype.size() / 4 + OWN_REGISTERS;
+                assert!(needed(elements) <= registers && needed(2 * elements) > registers, "{arch:?} {dtype}");
+            }
+        }
+    }
 }

@@ -1,0 +1,322 @@
+// Computes   every row of this rank's tokens, with its record, into its slot at each destination; says that they are complete; waits until those for
+//            this rank are (oracle::dispatch; in the expert layouts: the row at the first of its slots, and a transit record).
+// Layout     x rows of ROW_BYTES (before quantisation X_BYTES), x_stride bytes apart, 16-byte aligned; sent, records, places, rows, routing: as route.cu
+//            wrote them; every rank's bank: regions x [max_rows, ROW_BYTES], records [max_rows, RECORD_BYTES] or transit [arrivals, RECORD_BYTES],
+//            scales, at their offsets, the same on all ranks.
+// Work       a warp takes a part of a row: PARTS parts of each token, UNROLL vectors of 16 bytes a lane at a time; read once, written to each
+//            destination. Any grid: only the block that stores last signals and waits.
+// Shared     nothing but the flag of the last block.
+// Sync       done: every block fences and counts itself (4); the last one fences, then one thread per peer stores (5) and waits (6); then it fences.
+//            Pairs with the same lines of every peer.
+// Requires   slots below max_rows or the row is left out; route.cu of this epoch has ended (waited for): its acquire covers the credit. With QUANTIZE
+//            parts are whole blocks of 128 elements.
+
+constexpr u32 NUM_WARPS = THREADS / WARP;
+constexpr u32 ROUTE_BYTES = (8 + 8 * K + 15) / 16 * 16;
+constexpr u32 ROUTE_VECTORS = ROUTE_BYTES / 16;
+constexpr u32 ROW_VECTORS = ROW_BYTES / 16;
+constexpr u32 PART_VECTORS = (ROW_VECTORS + PARTS - 1) / PARTS;
+constexpr u32 STEP = UNROLL * WARP;
+constexpr bool DIVIDES = ROW_VECTORS % (PARTS * STEP) == 0; // no vector beyond the part: no tests
+// QUANTIZE: 0 none, 1 f32 scales, 2 powers of two.
+constexpr u32 X_VECTORS = QUANTIZE ? sizeof(Element) : 1; // vectors of x that make one of the row
+// SCALES: 0 none, 1 inside the record, 2 words of a column-major matrix.
+constexpr u32 NUM_SCALE_BYTES = SCALES && !QUANTIZE ? SCALE_BYTES : 1; // of the caller
+constexpr u32 SCALE_WORDS = (NUM_SCALE_BYTES + 3) / 4;
+constexpr u32 RECORD_WORDS = BY_EXPERT ? 2 + 3 * K : 2 + 2 * K; // before the scales
+// The record is copied as it is kept: nothing in it depends on the destination, and no scales share its last vector.
+constexpr bool COPIES_RECORD = !BY_EXPERT && !LOCAL_IDS && SCALES != 1;
+// BULK: 0, or rows that a warp keeps in shared memory at a time (dynamic: NUM_WARPS * BULK * ROW_BYTES), moved by the copy engine (sm_90 and later).
+static_assert(BULK == 0 || (PARTS == 1 && !QUANTIZE && BULK >= 2 && NUM_DESTINATIONS <= WARP), "The copy engine moves whole rows as they are.");
+static_assert(THREADS >= WORLD, "One thread signals to each peer.");
+static_assert(ROW_BYTES % 16 == 0, "Rows are copied in vectors of 16 bytes.");
+static_assert(!QUANTIZE || PARTS == 1 || PART_VECTORS % BLOCK_LANES == 0, "A block of 128 elements is quantised by one warp.");
+
+struct PayloadParameters {
+    const char* x;
+    u64 x_stride;
+    const char* scales; // [T, SCALE_BYTES] of the caller
+    u64 scale_stride;
+    const RoutingHead* routing;
+    const u32* sent;
+    const char* records;
+    const u32* rows;     // expert layouts
+    const Place* places; // expert layouts
+    const u32* counts;
+    u64 x_region;      // offsets in every rank's memory, of the bank of this call
+    u64 record_region; // of records, expert layouts: of transit records
+    u64 scale_region;
+    u64 scale_rows;    // rows of a column of the scale matrix
+    u32 max_rows;
+    u32 max_tokens;
+    u32 x_rows; // rows of x that may be read
+    u32 waits;  // 0: the waiting half is another launch
+    u32 triggers; // 1: dependents may start before the rows of the peers are here (they must not fill a device that ranks share)
+    u32 spare;
+    Rank me;
+};
+
+DEVICE Vec16 load_row(const char* at) {
+    return STREAM ? load16_streaming(at) : load16(at);
+}
+
+DEVICE void store_row(char* at, Vec16 v) {
+    STREAM ? store16_streaming(at, v) : store16(at, v);
+}
+
+// What one lane holds of a row: UNROLL vectors as they arrive, and with QUANTIZE the scales of their blocks.
+struct Piece {
+    Vec16 raw[UNROLL * X_VECTORS];
+    u32 scale[QUANTIZE ? UNROLL : 1];
+};
+
+DEVICE void load_step(Piece& piece, const char* from, u32 at, u32 end) {
+#pragma unroll
+    for (u32 u = 0; u < UNROLL; u++) {
+#pragma unroll
+        for (u32 i = 0; i < X_VECTORS; i++) {
+            if (DIVIDES || at + u * WARP < end) {
+                piece.raw[u * X_VECTORS + i] = load_row(from + 16ull * ((at + u * WARP) * X_VECTORS + i));
+            } else if (QUANTIZE) {
+                piece.raw[u * X_VECTORS + i] = Vec16{};
+            }
+        }
+    }
+}
+
+DEVICE u32 end_of(u32 begin) {
+    return begin + PART_VECTORS < ROW_VECTORS ? begin + PART_VECTORS : ROW_VECTORS;
+}
+
+// The first step of an item.
+DEVICE void load_piece(Piece& piece, const PayloadParameters& p, u32 item, u32 lane) {
+    const u32 begin = item % PARTS * PART_VECTORS;
+    load_step(piece, p.x + item / PARTS * p.x_stride, begin + lane, end_of(begin));
+}
+
+// A lane for each (destination, vector) of a token's record.
+constexpr u32 RECORD_STEPS = (NUM_DESTINATIONS * ROUTE_VECTORS + WARP - 1) / WARP;
+
+DEVICE void load_record(Vec16 (&v)[RECORD_STEPS], const PayloadParameters& p, u32 token, u32 lane) {
+#pragma unroll
+    for (u32 i = 0; i < RECORD_STEPS; i++) v[i] = load16(p.records + (u64)token * ROUTE_BYTES + 16 * ((i * WARP + lane) % ROUTE_VECTORS));
+}
+
+// The vectors that travel take the first places of `raw`.
+DEVICE void quantize_piece(Piece& piece) {
+    if constexpr (QUANTIZE != 0) {
+#pragma unroll
+        for (u32 u = 0; u < UNROLL; u++) {
+            float values[16];
+#pragma unroll
+            for (u32 i = 0; i < X_VECTORS; i++) Vector<Element>::widen_all(piece.raw[u * X_VECTORS + i], values + i * Vector<Element>::SIZE);
+            const Quantized q = quantize<QUANTIZE == 2>(values);
+            piece.raw[u] = q.bytes;
+            piece.scale[u] = q.scale;
+        }
+    }
+}
+
+KERNEL(THREADS) payload(PARAMETERS(PayloadParameters) p) {
+    SHARED u32 is_last;
+    SHARED u64 barriers[BULK ? NUM_WARPS * BULK : 1];
+    const Rank& me = p.me;
+    const u32 thread = thread_idx(), lane = thread % WARP;
+    const u32 blocks = grid_blocks();
+    char* const stages = BULK ? dynamic_shared() + thread / WARP * (BULK * ROW_BYTES) : nullptr;
+    u64* const loaded = barriers + (BULK ? thread / WARP * BULK : 0);
+    u32 round = 0; // rows that this warp has moved
+    if (BULK && lane + 1 <= BULK) barrier_init(loaded + lane, 1);
+    if (BULK) warp_barrier();
+    const u32 stride = blocks * NUM_WARPS;
+    u32 item = (block_idx_x() * THREADS + thread) / WARP;
+    wait_for_dependencies();
+    // What does not depend on each other is asked for together.
+    const u64 epoch = me.state->bank_epoch[me.bank];
+    const u32 num_tokens = p.routing->num_tokens;
+    const LaneRanks ranks = load_lane_ranks(me, p.routing, lane);
+    const u32 expected = thread < WORLD ? p.counts[thread * NUM_WORDS + me.rank] : 0; // arrivals from this peer
+    u32 entry = lane < NUM_DESTINATIONS && item / PARTS < p.max_tokens ? p.sent[(u64)(item / PARTS) * NUM_DESTINATIONS + lane] : NONE;
+    Piece piece;
+    if (WITH_ROWS && !BULK && item / PARTS < p.x_rows) load_piece(piece, p, item, lane);
+    Vec16 record_vectors[RECORD_STEPS];
+    if (COPIES_RECORD && WITH_RECORDS && item % PARTS == 0 && item / PARTS < p.max_tokens) load_record(record_vectors, p, item / PARTS, lane);
+    if (epoch == 0) return; // refused on all ranks
+    const u32 num_items = num_tokens * PARTS;
+    const auto fetch = [&](u32 token, u32 stage) { bulk_load(stages + stage * ROW_BYTES, p.x + token * p.x_stride, ROW_BYTES, loaded + stage); };
+    if (BULK && WITH_ROWS && lane == 0) {
+        for (u32 i = 0; i + 1 != BULK && item + i * stride < num_items; i++) fetch(item + i * stride, i);
+    }
+    while (item < num_items) {
+        const u32 token = item / PARTS, part = item % PARTS;
+        const char* from = p.x + token * p.x_stride;
+        const char* record = p.records + (u64)token * ROUTE_BYTES;
+        const u32 begin = part * PART_VECTORS;
+        const u32 end = end_of(begin);
+        // Lane d has destination d.
+        const Destination destination = destination_of(me, p.routing, ranks, entry);
+        const u64 memory = destination.memory;
+        const u32 rank = destination.rank, arrival = destination.arrival;
+        u32 slot = !BY_EXPERT && arrival < p.max_rows ? arrival : NONE; // else dropped
+        item += stride;
+        entry = lane < NUM_DESTINATIONS && item < num_items ? p.sent[(u64)(item / PARTS) * NUM_DESTINATIONS + lane] : NONE;
+        if (BY_EXPERT) {
+            // Lane r has route r; the first that is kept has the row.
+            u32 owner = NONE, kept_slot = NONE;
+            if (lane < K) {
+                const i32 id = ((const i32*)record)[2 + lane];
+                if (id >= 0) {
+                    const Place place = p.places[id];
+                    const u32 position = p.rows[(u64)token * K + lane];
+                    owner = owner_of(me, (u32)id);
+                    kept_slot = position < place.room ? place.slot + position : NONE;
+                }
+            }
+            for (u32 r = 0; r < K; r++) {
+                const u32 route_owner = from_lane(owner, r), route_slot = from_lane(kept_slot, r);
+                if (slot == NONE && rank != NONE && route_owner == rank) slot = route_slot;
+            }
+        }
+        const u64 row_at = memory + p.x_region + (u64)slot * ROW_BYTES;
+        const u64 record_at = memory + p.record_region + (u64)arrival * RECORD_BYTES;
+        const u32 kept = (u32)lanes_where(slot != NONE);                       // destinations that get a row
+        const u32 told = BY_EXPERT ? (u32)lanes_where(arrival != NONE) : kept; // and a record
+        if (WITH_ROWS && BULK) {
+            const u32 stage = round % (BULK ? BULK : 1);
+            barrier_wait(loaded + stage, round / (BULK ? BULK : 1) % 2);
+            if (slot != NONE) bulk_store((char*)row_at, stages + stage * ROW_BYTES, ROW_BYTES);
+            bulk_commit();
+            // The stage before this one is free once its stores have read it.
+            bulk_wait_read<1>();
+            warp_barrier();
+            const u32 next = item + (BULK - 2) * stride;
+            if (lane == 0 && next < num_items) fetch(next, (round + BULK - 1) % (BULK ? BULK : 1));
+            round++;
+        }
+        if (WITH_ROWS && !BULK) {
+            for (u32 at = begin + lane;;) {
+                quantize_piece(piece);
+                for (u32 rest = BY_EXPERT != 0 && QUANTIZE != 0 ? told : kept; rest != 0; rest &= rest - 1) {
+                    const u32 d = lowest_bit(rest);
+                    char* to = (char*)from_lane64(row_at, d);
+                    if (kept >> d & 1) {
+#pragma unroll
+                        for (u32 u = 0; u < UNROLL; u++) {
+                            if (DIVIDES || at + u * WARP < end) store_row(to + 16ull * (at + u * WARP), piece.raw[u]);
+                        }
+                    }
+                    if constexpr (QUANTIZE != 0 && SCALES == 1) {
+                        char* scales = (char*)from_lane64(record_at, d) + 4 * RECORD_WORDS;
+#pragma unroll
+                        for (u32 u = 0; u < UNROLL; u++) {
+                            const u32 block = (at + u * WARP) / BLOCK_LANES;
+                            if (lane % BLOCK_LANES != 0 || at + u * WARP >= end) continue;
+                            if (QUANTIZE == 1) {
+                                ((u32*)scales)[block] = piece.scale[u];
+                            } else {
+                                ((u8*)scales)[block] = (u8)piece.scale[u];
+                            }
+                        }
+                    }
+                    if constexpr (QUANTIZE != 0 && SCALES == 2) {
+                        const u32 d_slot = from_lane(slot, d);
+                        u32* column = (u32*)(from_lane64(memory, d) + p.scale_region) + d_slot;
+#pragma unroll
+                        for (u32 u = 0; u < UNROLL; u++) {
+                            const u32 block = (at + u * WARP) / BLOCK_LANES;
+                            if (QUANTIZE == 1) {
+                                if (lane % BLOCK_LANES == 0 && at + u * WARP < end) column[block * p.scale_rows] = piece.scale[u];
+                            } else {
+                                // Four bytes of a word are in four groups of lanes; a byte that is not there is 0.
+                                u32 word = at + u * WARP < end ? piece.scale[u] : 0;
+                                word |= from_lane(word, (lane + 8) % WARP) << 8;
+                                word = (word & 0xFFFF) | from_lane(word & 0xFFFF, (lane + 16) % WARP) << 16;
+                                if (lane % 32 == 0 && at + u * WARP < end) column[block / 4 * p.scale_rows] = word;
+                            }
+                        }
+                    }
+                }
+                at += STEP;
+                if (at - lane >= end) break;
+                load_step(piece, from, at, end);
+            }
+        }
+        const bool has_record = WITH_RECORDS && part == 0;
+        if constexpr (COPIES_RECORD) {
+            if (has_record) {
+#pragma unroll
+                for (u32 i = 0; i < RECORD_STEPS; i++) {
+                    const u32 d = (i * WARP + lane) / ROUTE_VECTORS, vector = (i * WARP + lane) % ROUTE_VECTORS;
+                    char* to = (char*)from_lane64(record_at, d % WARP);
+                    if (d < NUM_DESTINATIONS && told >> d & 1) store_row(to + 16 * vector, record_vectors[i]);
+                }
+            }
+        } else {
+            for (u32 rest = has_record ? told : 0; rest != 0; rest &= rest - 1) {
+                const u32 d = lowest_bit(rest);
+                u32* to = (u32*)from_lane64(record_at, d);
+                const u32 to_rank = from_lane(rank, d);
+                for (u32 w = lane; w < RECORD_WORDS; w += WARP) {
+                    u32 word = w < 2 + 2 * K ? ((const u32*)record)[w] : p.rows[(u64)token * K + (w - 2 - 2 * K < K ? w - 2 - 2 * K : 0)];
+                    const bool is_id = w >= 2 && w < 2 + K, is_weight = w >= 2 + K && w < 2 + 2 * K;
+                    if ((BY_EXPERT && is_id) || (!BY_EXPERT && LOCAL_IDS && (is_id || is_weight))) {
+                        const i32 id = ((const i32*)record)[is_id ? w : w - K];
+                        const bool is_there = id >= 0 && owner_of(me, (u32)id) == to_rank;
+                        if (is_id) word = !is_there ? NONE : BY_EXPERT ? (u32)id : local_of(me, (u32)id);
+                        if (is_weight && !is_there) word = 0;
+                    }
+                    to[w] = word;
+                }
+            }
+        }
+        if constexpr (QUANTIZE == 0 && SCALES != 0) {
+            // The caller's bytes, which have no alignment.
+            const u8* scales = (const u8*)p.scales + token * p.scale_stride;
+            for (u32 rest = !has_record ? 0 : SCALES == 1 || BY_EXPERT ? told : kept; rest != 0; rest &= rest - 1) {
+                const u32 d = lowest_bit(rest);
+                if (SCALES == 1 || BY_EXPERT) {
+                    u8* to = (u8*)from_lane64(record_at, d) + 4 * RECORD_WORDS;
+                    for (u32 i = lane; i < NUM_SCALE_BYTES; i += WARP) to[i] = scales[i];
+                } else {
+                    const u32 d_slot = from_lane(slot, d);
+                    u32* column = (u32*)(from_lane64(memory, d) + p.scale_region) + d_slot;
+                    for (u32 g = lane; g < SCALE_WORDS; g += WARP) {
+                        u32 word = 0;
+                        for (u32 i = 0; i < 4 && 4 * g + i < NUM_SCALE_BYTES; i++) word |= (u32)scales[4 * g + i] << 8 * i;
+                        column[g * p.scale_rows] = word;
+                    }
+                }
+            }
+        }
+        if (item >= num_items) break;
+        // The registers are free: the next row is on its way before its list is looked at.
+        if (WITH_ROWS && !BULK) load_piece(piece, p, item, lane);
+        if (COPIES_RECORD && WITH_RECORDS && item % PARTS == 0) load_record(record_vectors, p, item / PARTS, lane);
+    }
+    if (BULK) bulk_wait();
+    if (!WITH_SIGNALS) return;
+    // sync done: release; every block's rows, then the last block's words
+    block_barrier();
+    if (thread == 0) {
+        // To the last block only, which passes it on.
+        if (RELEASE_DEVICE) {
+            release_device();
+        } else {
+            release_system();
+        }
+        is_last = add_relaxed_device(&me.state->arrived, 1) == blocks - 1;
+        if (is_last) {
+            me.state->arrived = 0;
+            acquire_release_system();
+        }
+    }
+    block_barrier();
+    if (!is_last) return;
+    if (thread >= WORLD) return;
+    store_relaxed_system(word_at(me, thread, DONE, me.rank), epoch);
+    if (p.triggers) launch_dependents();
+    // (6) sync done: acquire, pairs with the release above on every peer
+    bool failed = false;
+    if (p.waits != 0 && expected != 0) wait_for<false>(me, OP_DISPATCH, PHASE_ROWS, thread, word_at(me, me.rank, DONE, thread), epoch, failed);
+    if (failed) report(me);
+}
