@@ -79,7 +79,7 @@ DEVICE void greatest_of_patch(const Patch& patch, u32 (&of_rows)[PATCH], u32 (&o
 
 KERNEL_FITTING(NUM_THREADS, BLOCKS) cast_blocks(PARAMETERS(Parameters) p) {
     SHARED Part found;
-    SHARED Parts parts_shared;
+    SHARED Found search;
     SHARED u32 scratch[NUM_GROUPS];
     SHARED u32 greatest_of_rows[BLOCKS_ACROSS][TILE_ROWS];
     SHARED u32 greatest_of_columns[NUM_GROUPS][TILE_COLUMNS];
@@ -91,19 +91,7 @@ KERNEL_FITTING(NUM_THREADS, BLOCKS) cast_blocks(PARAMETERS(Parameters) p) {
         return;
     }
     const u32 thread = thread_idx(), across = thread % ACROSS, down = thread / ACROSS, group = thread / 32;
-    Search search = {};
-    if (thread < 32) {
-        const Parts parts = parts_of_block(p, thread, search);
-        if (parts.next < parts.end) {
-            locate(p, parts.next, thread, search, found);
-        }
-        if (thread == 0) {
-            parts_shared = parts;
-        }
-    }
-    block_barrier();
-    const u32 end = parts_shared.end;
-    for (u32 next = parts_shared.next; next < end;) {
+    for (u32 nth = 0; locate(p, nth, search, found); nth++) {
         const u32 matrix = found.matrix, num_rows = found.num_rows, num_columns = found.num_columns;
         const Matrix& m = p.matrices[LIST ? matrix : 0];
         const u32 left = across * PATCH < num_columns ? num_columns - across * PATCH : 0, columns_here = left < PATCH ? left : PATCH;
@@ -223,15 +211,8 @@ KERNEL_FITTING(NUM_THREADS, BLOCKS) cast_blocks(PARAMETERS(Parameters) p) {
         u8* const column = found.column;
         const u64 column_stride = found.column_stride;
         block_barrier();
-        next++;
         if (COLUMN) {
             store_columns(column, column_stride, shared_tile, num_rows, num_columns);
-        }
-        if (next < end) {
-            if (thread < 32) {
-                locate(p, next, thread, search, found);
-            }
-            block_barrier();
         }
     }
 }

@@ -131,8 +131,11 @@ impl Scales {
         }
     }
 
-    fn tile(self, from: DType, to: DType) -> Tile {
-        if matches!(self, Scales::Blocks { .. }) { tuning::block_tile(from) } else { tuning::tile(from, to) }
+    fn tile(self, from: DType, to: DType, is_native: bool) -> Tile {
+        match self {
+            Scales::Blocks { .. } => tuning::block_tile(from, is_native),
+            Scales::Given | Scales::Current => tuning::tile(from, to, is_native),
+        }
     }
 }
 
@@ -214,7 +217,8 @@ impl Spec for Variant {
             threads: tile.threads(),
             smem_bytes: if column { tile.smem_bytes(to) } else { 0 },
             max_registers: tile.max_registers(),
-            targets: if tile.smem_bytes(to) < tuning::AMD_SMEM_BYTES { Targets::All } else { Targets::Nvidia },
+            // Tiles that count on instructions for FP8 are for where they are.
+            targets: if to.is_fp8() && tile.blocks > 1 { Targets::Hopper } else { Targets::All },
         }
     }
 }
@@ -306,7 +310,7 @@ struct Parameters<E, const N: usize> {
     pad_rows: u32,
     flags: u32,
     epsilon: f32,
-    padding: u32,
+    num_strips: u32,
     matrices: [E; N],
 }
 
@@ -371,7 +375,7 @@ impl<E: Entry, const N: usize> Parameters<E, N> {
             pad_rows: known.pad_rows as u32,
             flags,
             epsilon,
-            padding: 0,
+            num_strips: 0,
             matrices: [E::default(); N],
         }
     }
@@ -393,8 +397,8 @@ fn list_of<E: Entry>(cuda: &Cuda, known: &Known, matrices: &[Operands<'_>], opti
     for (i, chunk) in matrices.chunks(LARGE).enumerate() {
         let first = i * LARGE;
         match chunk.len() {
-            ..=SMALL => part_of_list::<E, SMALL>(cuda, known, chunk, first, options),
-            ..=MIDDLE => part_of_list::<E, MIDDLE>(cuda, known, chunk, first, options),
+            0..=SMALL => part_of_list::<E, SMALL>(cuda, known, chunk, first, options),
+            num if num <= MIDDLE => part_of_list::<E, MIDDLE>(cuda, known, chunk, first, options),
             _ => part_of_list::<E, LARGE>(cuda, known, chunk, first, options),
         }?;
     }
@@ -409,7 +413,7 @@ fn part_of_list<E: Entry, const N: usize>(
     options: &Options<'_>,
 ) -> Result<()> {
     let scales = Scales::of(known, &matrices[0]);
-    let tile = scales.tile(known.from, known.to);
+    let tile = scales.tile(known.from, known.to, tuning::is_native(cuda.device().compute_capability(), known.to));
     let mut parameters = Parameters::<E, N>::new(known, options);
     let (mut num_parts, mut aligned) = (0u64, true);
     for (i, (o, entry)) in matrices.iter().zip(&mut parameters.matrices).enumerate() {
@@ -447,7 +451,7 @@ fn group_of<E: Entry>(cuda: &Cuda, known: &Known, all: &Operands<'_>, offsets: &
         return Ok(());
     }
     let scales = Scales::of(known, all);
-    let tile = scales.tile(known.from, known.to);
+    let tile = scales.tile(known.from, known.to, tuning::is_native(cuda.device().compute_capability(), known.to));
     let mut parameters = Parameters::<E, 1>::new(known, options);
     let [rows, columns] = extents(&all.x).map_err(|(got, want)| Error::invalid(OP, "x", got, want))?;
     needs_inverse(known, all).map_err(|(got, want)| Error::invalid(OP, "scale_inv", got, want))?;
@@ -465,7 +469,8 @@ fn group_of<E: Entry>(cuda: &Cuda, known: &Known, all: &Operands<'_>, offsets: &
         u32::try_from(num_matrices).map_err(|_| Error::invalid(OP, "offsets", format!("of {num_matrices} matrices"), "fewer than 2^32"))?;
     // Each matrix ends in the middle of a part on average; a block takes two parts where that is too few.
     let num_down = (rows as u64).div_ceil(tile.part_rows() as u64) + (num_matrices as u64).div_ceil(2);
-    let num_blocks = num_down * u64::from(columns.div_ceil(tile.columns.into()));
+    parameters.num_strips = columns.div_ceil(tile.columns.into());
+    let num_blocks = num_down * u64::from(parameters.num_strips);
     if num_blocks > MAX_BLOCKS {
         return Err(too_many_parts());
     }
@@ -578,31 +583,36 @@ impl Call<'_> {
 
 /// The kernels that the table of resources lists.
 pub(super) fn shipped() -> Vec<Variant> {
-    let mut all = Vec::new();
+    let mut all: Vec<Variant> = Vec::new();
     let both = Kind::Tiles { row: true, column: true, aligned: true };
-    let mut add = |kind: Kind, from: DType, to: DType, list: usize, scales: Scales, tile: Tile| {
-        all.push(Variant { kind, from, to, list: list as u16, scales, tile });
+    let mut add = |kind: Kind, from: DType, to: DType, list: usize, scales: Scales, is_native: bool| {
+        let variant = Variant { kind, from, to, list: list as u16, scales, tile: scales.tile(from, to, is_native) };
+        if !all.contains(&variant) {
+            all.push(variant);
+        }
     };
+    let hopper = (9, 0);
     for from in [DType::BF16, DType::F16, DType::F32] {
         for to in [DType::E4M3, DType::E5M2, DType::E4M3Fnuz, DType::E5M2Fnuz, DType::F16, DType::BF16, DType::F32] {
-            add(both, from, to, 0, Scales::Given, tuning::tile(from, to));
-            add(both, from, to, 0, Scales::Given, tuning::tile_amd(from, to));
+            add(both, from, to, 0, Scales::Given, false);
+            add(both, from, to, 0, Scales::Given, tuning::is_native(hopper, to));
         }
     }
     let (from, to) = (DType::BF16, DType::E4M3);
-    let tile = tuning::tile(from, to);
-    for list in LIST_SIZES {
-        add(both, from, to, list, Scales::Given, tile);
+    for is_native in [true, false] {
+        for list in LIST_SIZES {
+            add(both, from, to, list, Scales::Given, is_native);
+        }
+        for (row, column) in [(true, false), (false, true), (false, false)] {
+            add(Kind::Tiles { row, column, aligned: true }, from, to, 0, Scales::Given, is_native);
+        }
+        add(Kind::Tiles { row: true, column: true, aligned: false }, from, to, 0, Scales::Given, is_native);
+        add(both, from, to, 0, Scales::Current, is_native);
     }
-    for (row, column) in [(true, false), (false, true), (false, false)] {
-        add(Kind::Tiles { row, column, aligned: true }, from, to, 0, Scales::Given, tile);
-    }
-    add(Kind::Tiles { row: true, column: true, aligned: false }, from, to, 0, Scales::Given, tile);
-    add(both, from, to, 0, Scales::Current, tile);
     for kind in [Kind::Before, Kind::After] {
-        add(kind, from, to, 0, Scales::Current, tile);
+        add(kind, from, to, 0, Scales::Current, true);
     }
-    add(Kind::Before, from, to, LIST_SIZES[2], Scales::Given, tile);
+    add(Kind::Before, from, to, LIST_SIZES[2], Scales::Given, true);
     for (block, formula, stored) in [
         (Block::Row128, Formulas::TransformerEngine, Stored::ColumnMajorF32),
         (Block::Row128, Formulas::DeepGemm, Stored::ColumnMajorF32),
@@ -611,9 +621,11 @@ pub(super) fn shipped() -> Vec<Variant> {
         (Block::Square128, Formulas::DeepGemm, Stored::RowMajorF32),
         (Block::Row32, Formulas::Mx, Stored::RowMajorE8m0),
     ] {
-        for from in [DType::BF16, DType::F32] {
-            add(both, from, to, 0, Scales::Blocks { block, formula, stored }, tuning::block_tile(from));
+        let scales = Scales::Blocks { block, formula, stored };
+        for is_native in [true, false] {
+            add(both, from, to, 0, scales, is_native);
         }
+        add(both, DType::F32, to, 0, scales, true);
     }
     all
 }

@@ -43,7 +43,7 @@ struct Parameters {
     u32 pad_rows;
     u32 flags;
     float epsilon;
-    u32 padding;
+    u32 num_strips; // group: of TILE_COLUMNS columns
     Matrix matrices[MAX_MATRICES];
 };
 
@@ -105,19 +105,31 @@ DEVICE u32 quotient_up(u32 a, u32 b) {
     return a / b + (a % b != 0);
 }
 
-// Parts that a block casts: from the first to the one before the end.
-struct Parts {
-    u32 next;
-    u32 end;
-};
+constexpr u32 NO_PART = 0xFFFFFFFF;
 
-// What the first 32 threads of a block keep of the search: sums over the matrices before a lane's own, and with them.
-struct Search {
-    u32 parts_before; // of one strip
-    u32 parts_end;
-    u32 rows_before; // padded
-    u32 blocks_before; // along the columns
-    u32 words_before;
+// Part `nth` of this block: when there are more parts than blocks, the first blocks have more.
+DEVICE u32 part_of_block(const Parameters& p, u32 nth, u32 num_parts) {
+    const u32 block = block_idx_x();
+    u32 least = 1, larger = 0;
+    if (num_parts < p.num_blocks) {
+        least = 0;
+        larger = num_parts;
+    } else if (num_parts < 2 * p.num_blocks) {
+        larger = num_parts - p.num_blocks;
+    } else {
+        least = num_parts / p.num_blocks;
+        larger = num_parts % p.num_blocks;
+    }
+    const u32 own = least + (block < larger);
+    return nth < own ? block * least + (block < larger ? block : larger) + nth : NO_PART;
+}
+
+// Sums over matrices.
+struct Sums {
+    u32 parts; // of one strip
+    u32 rows;  // padded
+    u32 blocks; // along the columns
+    u32 words;
 };
 
 // Blocks along a column.
@@ -130,21 +142,21 @@ DEVICE u32 padded(const Parameters& p, u32 num_rows) {
 }
 
 // Where the scales of a matrix lie. A template, so that it is not looked at where there are none.
-template <class P, class M> DEVICE void place_scales(P& part, const M& m, u32 num_rows, const Search& before) {
-    const u32 row_lines_before = BLOCK_LINES == 1 ? before.rows_before : before.blocks_before;
+template <class P, class M> DEVICE void place_scales(P& part, const M& m, u32 num_rows, const Sums& before) {
+    const u32 row_lines_before = BLOCK_LINES == 1 ? before.rows : before.blocks;
     const u32 num_blocks = blocks_of(num_rows);
     const u64 row_stride = m.row_scales_stride, column_stride = m.column_scales_stride;
     part.row_scales.num_blocks = quotient_up(m.num_columns, BLOCK_LENGTH);
     part.column_scales.num_blocks = num_blocks;
     if constexpr (STORED == PACKED) {
-        part.row_scales.data = m.row_scales + (u64)before.rows_before * STORED_BYTES;
-        part.column_scales.data = m.column_scales + before.words_before * column_stride;
+        part.row_scales.data = m.row_scales + (u64)before.rows * STORED_BYTES;
+        part.column_scales.data = m.column_scales + before.words * column_stride;
     } else if constexpr (IS_ROW_MAJOR) {
         part.row_scales.data = m.row_scales + row_lines_before * row_stride;
-        part.column_scales.data = m.column_scales + (u64)quotient_up(m.num_columns, BLOCK_LINES) * before.blocks_before * STORED_BYTES;
+        part.column_scales.data = m.column_scales + (u64)quotient_up(m.num_columns, BLOCK_LINES) * before.blocks * STORED_BYTES;
     } else {
         part.row_scales.data = m.row_scales + (u64)row_lines_before * STORED_BYTES;
-        part.column_scales.data = m.column_scales + before.blocks_before * column_stride;
+        part.column_scales.data = m.column_scales + before.blocks * column_stride;
     }
     // The scales of a group's column copies follow each other without gaps when they are row-major.
     const u64 column_lines = LIST ? column_stride : (u64)num_blocks * STORED_BYTES;
@@ -155,7 +167,7 @@ template <class P, class M> DEVICE void place_scales(P& part, const M& m, u32 nu
 }
 
 // Cuts `l` of the parts of a matrix: strips of columns one after the other, parts of a strip from top to bottom, as even as whole tiles allow.
-DEVICE Part cut(const Matrix& m, u32 matrix, u32 num_valid, u32 num_rows, u32 l, const Search& before) {
+DEVICE Part cut(const Matrix& m, u32 matrix, u32 num_valid, u32 num_rows, u32 l, const Sums& before) {
     const u32 num_down = quotient_up(num_rows, GROUP_ROWS), strip = l / num_down, k = l % num_down;
     const u32 units = quotient_up(num_rows, TILE_ROWS), least = units / num_down, larger = units % num_down;
     const u32 first_row = (k * least + (k < larger ? k : larger)) * TILE_ROWS, reach = first_row + (least + (k < larger)) * TILE_ROWS;
@@ -178,98 +190,125 @@ DEVICE Part cut(const Matrix& m, u32 matrix, u32 num_valid, u32 num_rows, u32 l,
     return part;
 }
 
-// Divides the matrices of a group among 32 lanes, in order.
-DEVICE u32 first_matrix(const Parameters& p, u32 lane) {
-    const u32 first = lane * quotient_up(p.num_matrices, 32);
-    return first < p.num_matrices ? first : p.num_matrices;
-}
-
 DEVICE i64 offset_of(const Parameters& p, u32 i) {
     return p.flags & OFFSETS_ARE_64_BITS ? ((const i64*)p.offsets)[i] : ((const i32*)p.offsets)[i];
 }
 
-// The parts of this block. By its first 32 threads. None when the offsets are not what they must be: nothing is read or written outside of the
-// buffers.
-DEVICE Parts parts_of_block(const Parameters& p, u32 lane, Search& search) {
-    if constexpr (LIST) {
-        return {block_idx_x(), block_idx_x() + 1};
+// What 32 threads found of a group's matrices, for each such 32.
+struct Found {
+    Sums sums[NUM_GROUPS];
+    u32 is_bad[NUM_GROUPS];
+};
+
+// The matrix of a list that a part belongs to.
+DEVICE void locate_in_list(const Parameters& p, u32 part, Part& found) {
+    u32 first = 0, end = p.num_matrices;
+    while (first + 1 < end) {
+        const u32 middle = (first + end) / 2;
+        const bool is_before = p.matrices[middle].first_part <= part;
+        first = is_before ? middle : first;
+        end = is_before ? end : middle;
     }
-    const Matrix& all = p.matrices[0];
-    u32 i = first_matrix(p, lane);
-    const u32 end = first_matrix(p, lane + 1);
-    i64 before = offset_of(p, i);
-    bool is_bad = i == 0 && before != 0;
-    u32 parts = 0, rows = 0, blocks = 0, words = 0;
-#pragma unroll 8
-    for (; i < end; i++) {
-        const i64 after = offset_of(p, i + 1);
-        is_bad = is_bad || after < before || after > (i64)all.num_rows;
-        const u32 more = padded(p, (u32)(after - before));
-        parts += quotient_up(more, GROUP_ROWS);
-        rows += more;
-        blocks += blocks_of(more);
-        words += quotient_up(blocks_of(more), SCALES_OF_WORD);
-        before = after;
-    }
-    if constexpr (HAS_SCALES) {
-        search.blocks_before = sum_up_to(blocks, lane) - blocks;
-        search.words_before = sum_up_to(words, lane) - words;
-        is_bad = is_bad || search.blocks_before + blocks > p.block_capacity || search.words_before + words > p.word_capacity;
-    }
-    search.parts_end = sum_up_to(parts, lane);
-    search.parts_before = search.parts_end - parts;
-    // Without padding the offsets are these sums.
-    search.rows_before = !HAS_SCALES && p.pad_rows == 1 ? 0 : sum_up_to(rows, lane) - rows;
-    is_bad = is_bad || search.rows_before + rows > p.row_capacity;
-    if (greatest_of_group(is_bad) != 0) {
-        return {0, 0};
-    }
-    // The first blocks have one more.
-    const u32 num_parts = value_of(search.parts_end, 31) * quotient_up(all.num_columns, TILE_COLUMNS);
-    const u32 least = num_parts / p.num_blocks, larger = num_parts % p.num_blocks, block = block_idx_x();
-    const u32 first = block * least + (block < larger ? block : larger);
-    return {first, first + least + (block < larger)};
+    const Matrix& m = p.matrices[first];
+    found = cut(m, first, m.num_rows, padded(p, m.num_rows), part - m.first_part, Sums{});
 }
 
-// Finds a part. By the first 32 threads of the block, one of which writes it.
-DEVICE void locate(const Parameters& p, u32 part, u32 lane, const Search& search, Part& found) {
-    if constexpr (LIST) {
-        if (lane == 0) {
-            u32 first = 0, end = p.num_matrices;
-            while (first + 1 < end) {
-                const u32 middle = (first + end) / 2;
-                const bool is_before = p.matrices[middle].first_part <= part;
-                first = is_before ? middle : first;
-                end = is_before ? end : middle;
-            }
-            const Matrix& m = p.matrices[first];
-            found = cut(m, first, m.num_rows, padded(p, m.num_rows), part - m.first_part, search);
-        }
-        return;
-    }
+// The matrix of a group: `num_rows` rows from row `start` on, behind others that add up to `before`.
+DEVICE void locate_in_matrix(const Parameters& p, u32 matrix, u32 start, u32 num_rows, const Sums& before, u32 part, Part& found) {
     Matrix m = p.matrices[0];
-    const u32 num_strips = quotient_up(m.num_columns, TILE_COLUMNS), slot = part / num_strips;
-    if (search.parts_before <= slot && slot < search.parts_end) {
-        u32 i = first_matrix(p, lane);
-        Search sums = search;
-        i64 before = offset_of(p, i);
-        for (;; i++) {
-            const i64 after = offset_of(p, i + 1);
-            const u32 num_rows = (u32)(after - before), rows = padded(p, num_rows), parts = quotient_up(rows, GROUP_ROWS);
-            if (slot < sums.parts_before + parts) {
-                const u64 rows_before_it = p.pad_rows == 1 ? (u64)before : sums.rows_before;
-                m.x += before * m.x_stride;
-                m.row += rows_before_it * m.row_stride;
-                m.column += rows_before_it * m.num_columns * OUT;
-                m.column_stride = (u64)rows * OUT;
-                found = cut(m, i, num_rows, rows, part - sums.parts_before * num_strips, sums);
-                return;
-            }
-            sums.parts_before += parts;
-            sums.rows_before += rows;
-            sums.blocks_before += blocks_of(rows);
-            sums.words_before += quotient_up(blocks_of(rows), SCALES_OF_WORD);
-            before = after;
+    const u32 rows = padded(p, num_rows);
+    m.x += start * m.x_stride;
+    m.row += before.rows * m.row_stride;
+    m.column += (u64)before.rows * m.num_columns * OUT;
+    m.column_stride = (u64)rows * OUT;
+    found = cut(m, matrix, num_rows, rows, part, before);
+}
+
+// Finds part `nth` of this block; false when there is none. All threads take part; ends with a barrier.
+//
+// Each thread looks at one matrix (of more matrices at one in NUM_THREADS): the block's latency before its first load is what counts. A group has no parts
+// when its offsets are not what they must be: nothing is read or written outside of the buffers.
+DEVICE bool locate(const Parameters& p, u32 nth, Found& shared, Part& found) {
+    const u32 thread = thread_idx(), lane = thread % 32, group = thread / 32;
+    if constexpr (LIST) {
+        if (thread == 0 && nth == 0) {
+            locate_in_list(p, block_idx_x(), found);
         }
+        block_barrier();
+        return nth == 0;
     }
+    const Matrix& all = p.matrices[0];
+    const u32 num_strips = p.num_strips;
+    bool is_bad = false;
+    // Twice when there are more matrices than threads: the number of parts decides which are this block's.
+    Sums total = {};
+    for (u32 pass = p.num_matrices > NUM_THREADS ? 0 : 1; pass < 2; pass++) {
+        Sums before = {};
+        const u32 num_parts = total.parts * num_strips;
+        for (u32 first = 0; first < p.num_matrices; first += NUM_THREADS) {
+            const u32 i = first + thread;
+            u32 start = 0, num_rows = 0;
+            Sums own = {};
+            bool is_wrong = false;
+            if (i < p.num_matrices) {
+                const i64 at = offset_of(p, i), next = offset_of(p, i + 1);
+                is_wrong = next < at || next > (i64)all.num_rows || (i == 0 && at != 0) || (p.pad_rows == 1 && (u64)next > p.row_capacity);
+                start = (u32)at;
+                num_rows = (u32)(next - at);
+                own.rows = padded(p, num_rows);
+                own.parts = quotient_up(own.rows, GROUP_ROWS);
+                own.blocks = blocks_of(own.rows);
+                own.words = quotient_up(own.blocks, SCALES_OF_WORD);
+            }
+            Sums up_to = {sum_up_to(own.parts, lane), 0, 0, 0};
+            if (HAS_SCALES || p.pad_rows > 1) {
+                up_to.rows = sum_up_to(own.rows, lane);
+            }
+            if constexpr (HAS_SCALES) {
+                up_to.blocks = sum_up_to(own.blocks, lane);
+                up_to.words = sum_up_to(own.words, lane);
+            }
+            const u32 wrong = greatest_of_group(is_wrong);
+            if (lane == 31) {
+                shared.sums[group] = up_to;
+                shared.is_bad[group] = wrong;
+            }
+            block_barrier();
+            Sums sums = before;
+#pragma unroll
+            for (u32 g = 0; g < NUM_GROUPS; g++) {
+                const Sums of_group = shared.sums[g];
+                is_bad = is_bad || shared.is_bad[g] != 0;
+                before.parts += of_group.parts;
+                sums.parts += g < group ? of_group.parts : 0;
+                if (HAS_SCALES || p.pad_rows > 1) {
+                    before.rows += of_group.rows;
+                    sums.rows += g < group ? of_group.rows : 0;
+                }
+                if constexpr (HAS_SCALES) {
+                    before.blocks += of_group.blocks;
+                    before.words += of_group.words;
+                    sums.blocks += g < group ? of_group.blocks : 0;
+                    sums.words += g < group ? of_group.words : 0;
+                }
+            }
+            const bool is_last = first + NUM_THREADS >= p.num_matrices;
+            if (pass == 1) {
+                const u32 part = part_of_block(p, nth, is_last && first == 0 ? before.parts * num_strips : num_parts);
+                // Without padding the offsets are these sums.
+                sums.parts += up_to.parts - own.parts;
+                sums.rows = HAS_SCALES || p.pad_rows > 1 ? sums.rows + up_to.rows - own.rows : start;
+                sums.blocks += up_to.blocks - own.blocks;
+                sums.words += up_to.words - own.words;
+                const u32 l = part - sums.parts * num_strips;
+                if (part != NO_PART && part >= sums.parts * num_strips && l < own.parts * num_strips) {
+                    locate_in_matrix(p, i, start, num_rows, sums, l, found);
+                }
+            }
+            block_barrier();
+        }
+        total = before;
+    }
+    is_bad = is_bad || total.rows > p.row_capacity || total.blocks > p.block_capacity || total.words > p.word_capacity;
+    return !is_bad && part_of_block(p, nth, total.parts * num_strips) != NO_PART;
 }

@@ -29,29 +29,17 @@ DEVICE void store_inverses(const Parameters& p) {
 
 KERNEL_FITTING(NUM_THREADS, BLOCKS) cast_tile(PARAMETERS(Parameters) p) {
     SHARED Part found;
-    SHARED Parts parts_shared;
+    SHARED Found search;
     SHARED u32 scratch[NUM_GROUPS];
     wait_for_dependencies();
     if (is_noop(p)) {
         return;
     }
     const u32 thread = thread_idx(), across = thread % ACROSS, down = thread / ACROSS;
-    Search search = {};
-    if (thread < 32) {
-        const Parts parts = parts_of_block(p, thread, search);
-        if (parts.next < parts.end) {
-            locate(p, parts.next, thread, search, found);
-        }
-        if (thread == 0) {
-            parts_shared = parts;
-        }
-    }
     if (block_idx_x() == 0) {
         store_inverses(p);
     }
-    block_barrier();
-    const u32 end = parts_shared.end;
-    for (u32 next = parts_shared.next; next < end;) {
+    for (u32 nth = 0; locate(p, nth, search, found); nth++) {
         const Matrix& m = p.matrices[LIST ? found.matrix : 0];
         const u32 num_rows = found.num_rows, num_valid = found.num_valid, matrix = found.matrix;
         const u32 num_columns = found.num_columns;
@@ -101,18 +89,11 @@ KERNEL_FITTING(NUM_THREADS, BLOCKS) cast_tile(PARAMETERS(Parameters) p) {
         const u64 column_stride = found.column_stride;
         // The barrier in it: the shared tile is whole, and everyone has read what was found.
         const u32 bits = greatest_of_block(greatest_bits<FROM>(greatest), scratch);
-        next++;
         if (thread == 0 && m.amax != nullptr) {
             raise(m.amax + (LIST ? 0 : matrix), (i32)bits);
         }
         if (COLUMN) {
             store_columns(column, column_stride, shared_tile, num_rows, num_columns);
-        }
-        if (next < end) {
-            if (thread < 32) {
-                locate(p, next, thread, search, found);
-            }
-            block_barrier();
         }
     }
 }

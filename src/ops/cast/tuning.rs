@@ -37,29 +37,30 @@ impl Tile {
     }
 }
 
-/// The tile of one scale a matrix (docs/cast.md has what was measured: H200, bf16 to e4m3).
-pub(super) fn tile(from: DType, to: DType) -> Tile {
+/// Whether an NVIDIA GPU has an instruction that rounds to this type (spec: PTX, FP8 from compute capability 8.9 on, and no FNUZ).
+pub(super) fn is_native(capability: (u32, u32), to: DType) -> bool {
+    match to {
+        DType::E4M3 | DType::E5M2 => capability >= (8, 9),
+        DType::E4M3Fnuz | DType::E5M2Fnuz => false,
+        _ => true,
+    }
+}
+
+/// The tile of one scale a matrix (docs/cast.md has what was measured: H200, bf16 to e4m3). Rounding by integer arithmetic takes more registers.
+pub(super) fn tile(from: DType, to: DType, is_native: bool) -> Tile {
     match (from.size(), to.size()) {
-        (2, 1) => Tile { rows: 128, columns: 256, down: 3, blocks: 2 },
-        // Twice the registers of input; the shared tile of the wider outputs as large in bytes.
-        (_, 1) => Tile { rows: 128, columns: 128, down: 2, blocks: 2 },
+        (2, 1) if is_native => Tile { rows: 96, columns: 256, down: 3, blocks: 2 },
+        (_, 1) if is_native => Tile { rows: 128, columns: 128, down: 2, blocks: 2 },
+        (_, 1) => Tile { rows: 128, columns: 128, down: 2, blocks: 1 },
+        // The wider outputs' shared tile is as large in bytes.
         (_, 2) => Tile { rows: 64, columns: 128, down: 2, blocks: 2 },
         _ => Tile { rows: 64, columns: 128, down: 1, blocks: 2 },
     }
 }
 
-/// Dynamic shared memory of a block where it is scarce, below which a kernel is for every architecture (spec: 64 KiB on gfx942 and RDNA, of which the
-/// kernels' own variables take a little).
-pub(super) const AMD_SMEM_BYTES: u32 = 60 << 10;
-
-/// A tile for what has 64 KiB of shared memory in a block.
-pub(super) fn tile_amd(from: DType, to: DType) -> Tile {
-    Tile { columns: 128, down: 1, ..tile(from, to) }
-}
-
 /// The tile of block scales: whole blocks of every kind, its input in registers until the scales are known.
-pub(super) fn block_tile(from: DType) -> Tile {
-    Tile { rows: 128, columns: 128, down: 1, blocks: if from == DType::F32 { 1 } else { 2 } }
+pub(super) fn block_tile(from: DType, is_native: bool) -> Tile {
+    Tile { rows: 128, columns: 128, down: 1, blocks: if from == DType::F32 || !is_native { 1 } else { 2 } }
 }
 
 /// Matrices that the parameters of a list's launch hold: the smallest of these that suffices (256: at most 32 KiB of parameters, spec: CUDA 12.1; the
