@@ -6,11 +6,11 @@ use crate::check::{Check, Failed, Group, variants};
 use crate::ensure;
 use crate::ops::cast::{Block, Formula, Operands, Options, ScaleLayout, Scaling, cast};
 use crate::oracle::{compare, float};
-use crate::tensor::{DType, TensorView, TensorViewMut};
+use crate::tensor::{DType, Layout, TensorView, TensorViewMut};
 
 mod case;
 
-use case::{Case, values};
+use case::{Case, Held, values};
 
 /// Input types.
 const FROM: [DType; 3] = [DType::BF16, DType::F16, DType::F32];
@@ -163,12 +163,15 @@ fn every_pattern(backend: &Backend, from: DType) -> Result<usize, Failed> {
             for (name, backend) in variants(backend)? {
                 let (mut row, mut column) = (Guarded::new(want.len()), Guarded::new(want.len()));
                 let shape = [256, 256]; // derived: all patterns in one square
-                let scales = [scale];
-                let matrix = Operands::new(TensorView::from_bytes(&x, from, &shape)?)
-                    .scale(TensorView::from_slice(&scales, &[1])?)
-                    .row(TensorViewMut::from_bytes(row.bytes_mut(), to, &shape)?)
-                    .column(TensorViewMut::from_bytes(column.bytes_mut(), to, &shape)?);
+                let (held, scales) = (Held::shaped(from, &shape, &x)?, Held::new(DType::F32, &scale.to_le_bytes())?);
+                let layout = Layout::contiguous("check", to, &shape)?;
+                let matrix = Operands::new(held.view(&backend)?)
+                    .scale(scales.view(&backend)?)
+                    .row(row.view_mut(&backend, 0, layout)?)
+                    .column(column.view_mut(&backend, 0, layout)?);
                 cast(&backend, &mut [matrix], &Options::default())?;
+                row.fetch(&backend)?;
+                column.fetch(&backend)?;
                 compare::equal(&format!("{name}: {from} to {to}, scale {scale}"), to, &shape, row.bytes(), &want)?;
                 for (i, element) in column.bytes().chunks(size).enumerate() {
                     let of_row = &row.bytes()[(i % 256 * 256 + i / 256) * size..][..size];
@@ -207,10 +210,13 @@ fn past_the_caches(backend: &Backend) -> Result<usize, Failed> {
         for (name, backend) in variants(backend)? {
             let mut alone = vec![0; columns * to.size()];
             let [mut row, mut column] = [0, 1].map(|_| Guarded::at_offset(bytes * to.size(), offset));
-            let matrix = Operands::new(TensorView::from_bytes(&x, DType::BF16, &[rows, columns])?)
-                .row(TensorViewMut::from_bytes(row.bytes_mut(), to, &[rows, columns])?)
-                .column(TensorViewMut::from_bytes(column.bytes_mut(), to, &[columns, rows])?);
+            let held = Held::shaped(DType::BF16, &[rows, columns], &x)?;
+            let matrix = Operands::new(held.view(&backend)?)
+                .row(row.view_mut(&backend, 0, Layout::contiguous("check", to, &[rows, columns])?)?)
+                .column(column.view_mut(&backend, 0, Layout::contiguous("check", to, &[columns, rows])?)?);
             cast(&backend, &mut [matrix], &Options::default())?;
+            row.fetch(&backend)?;
+            column.fetch(&backend)?;
             row.check("row")?;
             column.check("column")?;
             let size = to.size();
@@ -258,16 +264,24 @@ fn properties(backend: &Backend) -> Result<usize, Failed> {
             let wide = float::values(DType::BF16, &x);
             let padded = rows.next_multiple_of(16);
             let (mut row, mut column) = (Guarded::new(padded * columns), Guarded::new(padded * columns));
-            let (mut amax, mut scale_inv) = ([0.0], [0.0]);
-            let matrix = Operands::new(TensorView::from_bytes(&x, DType::BF16, &[rows, columns])?)
-                .row(TensorViewMut::from_bytes(row.bytes_mut(), DType::E4M3, &[padded, columns])?)
-                .column(TensorViewMut::from_bytes(column.bytes_mut(), DType::E4M3, &[columns, padded])?)
-                .amax(TensorViewMut::from_slice(&mut amax, &[1])?)
-                .scale_inv(TensorViewMut::from_slice(&mut scale_inv, &[1])?);
+            let (mut amax, mut scale_inv) = (Guarded::new(4), Guarded::new(4));
+            amax.bytes_mut().fill(0);
+            let held = Held::shaped(DType::BF16, &[rows, columns], &x)?;
+            let one = Layout::contiguous("check", DType::F32, &[1])?;
+            let matrix = Operands::new(held.view(&backend)?)
+                .row(row.view_mut(&backend, 0, Layout::contiguous("check", DType::E4M3, &[padded, columns])?)?)
+                .column(column.view_mut(&backend, 0, Layout::contiguous("check", DType::E4M3, &[columns, padded])?)?)
+                .amax(amax.view_mut(&backend, 0, one)?)
+                .scale_inv(scale_inv.view_mut(&backend, 0, one)?);
             let options = Options { pad_rows: 16, ..Options::with_scaling(Scaling::Current { epsilon: 0.0, power_of_two: false }) };
             cast(&backend, &mut [matrix], &options)?;
+            for buffer in [&mut row, &mut column, &mut amax, &mut scale_inv] {
+                buffer.fetch(&backend)?;
+            }
+            let value = |buffer: &Guarded| float::values(DType::F32, buffer.bytes())[0];
+            let (amax, scale_inv) = (value(&amax), value(&scale_inv));
             let greatest = wide.iter().fold(0f32, |a, x| a.max(x.abs()));
-            ensure!(amax == [greatest], "{name}: amax is {amax:?}, the greatest magnitude {greatest}");
+            ensure!(amax == greatest, "{name}: amax is {amax:?}, the greatest magnitude {greatest}");
             for (r, c) in (0..padded).flat_map(|r| (0..columns).map(move |c| (r, c))) {
                 let bits = row.bytes()[r * columns + c];
                 ensure!(bits == column.bytes()[c * padded + r], "{name}: element [{r}, {c}] of the transposed copy");
@@ -275,9 +289,9 @@ fn properties(backend: &Backend) -> Result<usize, Failed> {
                     ensure!(bits == 0, "{name}: padding [{r}, {c}] is {bits:#x}");
                     continue;
                 }
-                let (x, got) = (wide[r * columns + c], float::widen(DType::E4M3, bits as u32) * scale_inv[0]);
+                let (x, got) = (wide[r * columns + c], float::widen(DType::E4M3, bits as u32) * scale_inv);
                 // Half a step: 2^-4 of a normal value, 2^-10 of a subnormal one; a little more for the rounding of the scale (derived).
-                let bound = (x.abs() / 16.0).max(scale_inv[0] / 1024.0) * (1.0 + 1e-5);
+                let bound = (x.abs() / 16.0).max(scale_inv / 1024.0) * (1.0 + 1e-5);
                 let is_close = (x - got).abs() <= bound;
                 ensure!(is_close, "{name}: element [{r}, {c}] is {got} for {x}");
             }

@@ -152,6 +152,7 @@ DEVICE TimedOut& timed_out() {
 DEVICE void report(const Rank& me) {
     const TimedOut& t = timed_out();
     const u64 now = time_ns();
+#pragma unroll 1
     for (u32 i = 0; i <= WORLD; i++) {
         u64* words = i < WORLD ? word_at(me, i, FAILURES, me.rank * (sizeof(Failure) / 8)) : (u64*)&me.host->failure;
         store_relaxed_system(words + 1, t.wanted);
@@ -159,8 +160,9 @@ DEVICE void report(const Rank& me) {
         store_relaxed_system(words + 3, now);
         store_relaxed_system(words, t.what);
     }
-    fence_system();
+    release_system();
     store_relaxed_system(&me.host->status, STATUS_FAILED);
+#pragma unroll 1
     for (u32 i = 0; i < WORLD; i++) store_relaxed_system(word_at(me, i, ABORT, 0), 1);
 }
 

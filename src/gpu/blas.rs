@@ -109,7 +109,7 @@ fn failed(_: &CublasLt, call: &'static str, code: i32) -> Error {
 const WORKSPACE_BYTES: usize = 32 << 20;
 
 /// What the address of each matrix must be a multiple of (spec: what the library's choice assumes by default).
-pub const ALIGN: u64 = 256;
+const ALIGN: u64 = 256;
 
 /// The library on one device, with a workspace: one stream at a time uses it and what is made with it. Cheap to clone.
 #[derive(Clone)]
@@ -284,7 +284,7 @@ impl Product {
     /// Queues `y = alpha * x . w^T + beta * y`. Can be captured.
     ///
     /// # Errors
-    /// [`Error::Invalid`] for tensors of other layouts than it was made for, elsewhere than on its device, or not aligned to [`ALIGN`] bytes; and for a
+    /// [`Error::Invalid`] for tensors of other layouts than it was made for, elsewhere than on its device, or not aligned to 256 bytes; and for a
     /// stream of another device. [`Error::Gpu`] from the library.
     pub fn run(
         &self,

@@ -66,23 +66,24 @@ impl Case {
 
     fn run_on(&self, backend: &Backend, tensors: &mut [Tensors]) -> Result<(), Failed> {
         tensors.iter_mut().for_each(Tensors::reset);
-        let noop = self.noop.map(|flag| [flag]);
-        let noop = noop.as_ref().map(|flag| TensorView::from_slice(flag, &[1])).transpose()?;
+        let noop = self.noop.map(|flag| Held::new(DType::U32, &flag.to_le_bytes())).transpose()?;
+        let noop = noop.as_ref().map(|flag| flag.view(backend)).transpose()?;
         let options = Options { noop, ..self.options() };
         if self.is_grouped {
             // Both offset types, by turns.
             let offsets = self.offsets();
-            let offsets32: Vec<i32> = offsets.iter().map(|&o| o as i32).collect();
-            let shape = [offsets.len()];
-            let view = if self.seed.is_multiple_of(2) {
-                TensorView::from_slice(&offsets32, &shape)?
+            let held = if self.seed.is_multiple_of(2) {
+                Held::new(DType::I32, &offsets.iter().flat_map(|&o| (o as i32).to_le_bytes()).collect::<Vec<_>>())?
             } else {
-                TensorView::from_slice(&offsets, &shape)?
+                Held::new(DType::I64, &offsets.iter().flat_map(|&o| o.to_le_bytes()).collect::<Vec<_>>())?
             };
-            cast_grouped(backend, &mut tensors[0].operands()?, view, &options)?;
+            cast_grouped(backend, &mut tensors[0].operands(backend)?, held.view(backend)?, &options)?;
         } else {
-            let mut operands = tensors.iter_mut().map(Tensors::operands).collect::<Result<Vec<_>, _>>()?;
+            let mut operands = tensors.iter_mut().map(|t| t.operands(backend)).collect::<Result<Vec<_>, _>>()?;
             cast(backend, &mut operands, &options)?;
+        }
+        for t in tensors.iter_mut() {
+            t.buffers().try_for_each(|b| b.guarded.fetch(backend))?;
         }
         tensors.iter().try_for_each(Tensors::check)
     }
@@ -128,7 +129,8 @@ impl Case {
         for (i, (t, (scales, casts))) in
             all.iter_mut().zip(scales.chunks(per_tensors.max(1)).zip(casts.chunks(per_tensors.max(1)))).enumerate()
         {
-            t.scale = has_scale.then(|| scales.to_vec());
+            t.scale =
+                has_scale.then(|| Held::new(DType::F32, &scales.iter().flat_map(|s| s.to_le_bytes()).collect::<Vec<_>>())).transpose()?;
             if self.extras {
                 t.amax = Some(self.amax(casts, i)?);
             }
@@ -322,7 +324,7 @@ pub(super) fn values(dtype: DType, num: usize, seed: u64) -> Vec<u8> {
 struct Tensors {
     x: Guarded,
     x_layout: Layout,
-    scale: Option<Vec<f32>>,
+    scale: Option<Held>,
     row: Option<Buffer>,
     column: Option<Buffer>,
     row_scales: Option<Buffer>,
@@ -364,26 +366,47 @@ impl Tensors {
         self.buffers().for_each(|b| b.guarded.bytes_mut().copy_from_slice(&b.initial));
     }
 
-    fn operands(&mut self) -> Result<Operands<'_>, Failed> {
-        fn view(buffer: &mut Option<Buffer>) -> Result<Option<TensorViewMut<'_>>, Failed> {
-            Ok(buffer.as_mut().map(|b| TensorViewMut::new(b.guarded.bytes_mut(), b.layout)).transpose()?)
+    fn operands(&mut self, backend: &Backend) -> Result<Operands<'_>, Failed> {
+        fn view<'b>(backend: &Backend, buffer: &'b mut Option<Buffer>) -> Result<Option<TensorViewMut<'b>>, Failed> {
+            buffer.as_mut().map(|b| b.guarded.view_mut(backend, 0, b.layout)).transpose()
         }
-        let scale = self.scale.as_ref().map(|s| TensorView::from_slice(s, &[s.len()])).transpose()?;
         Ok(Operands {
-            x: TensorView::new(self.x.bytes(), self.x_layout)?,
-            scale,
-            row: view(&mut self.row)?,
-            column: view(&mut self.column)?,
-            row_scales: view(&mut self.row_scales)?,
-            column_scales: view(&mut self.column_scales)?,
-            amax: view(&mut self.amax)?,
-            scale_inv: view(&mut self.scale_inv)?,
+            x: self.x.view(backend, 0, self.x_layout)?,
+            scale: self.scale.as_ref().map(|s| s.view(backend)).transpose()?,
+            row: view(backend, &mut self.row)?,
+            column: view(backend, &mut self.column)?,
+            row_scales: view(backend, &mut self.row_scales)?,
+            column_scales: view(backend, &mut self.column_scales)?,
+            amax: view(backend, &mut self.amax)?,
+            scale_inv: view(backend, &mut self.scale_inv)?,
         })
     }
 
     fn check(&self) -> Result<(), Failed> {
         let all = [&self.row, &self.column, &self.row_scales, &self.column_scales, &self.amax, &self.scale_inv];
         all.into_iter().flatten().try_for_each(Buffer::check)
+    }
+}
+
+/// A tensor that is read.
+pub(super) struct Held {
+    guarded: Guarded,
+    layout: Layout,
+}
+
+impl Held {
+    pub(super) fn new(dtype: DType, bytes: &[u8]) -> Result<Self, Failed> {
+        Self::shaped(dtype, &[bytes.len() / dtype.size()], bytes)
+    }
+
+    pub(super) fn shaped(dtype: DType, shape: &[usize], bytes: &[u8]) -> Result<Self, Failed> {
+        let mut guarded = Guarded::new(bytes.len());
+        guarded.bytes_mut().copy_from_slice(bytes);
+        Ok(Held { guarded, layout: Layout::contiguous("check", dtype, shape)? })
+    }
+
+    pub(super) fn view(&self, backend: &Backend) -> Result<TensorView<'_>, Failed> {
+        self.guarded.view(backend, 0, self.layout)
     }
 }
 

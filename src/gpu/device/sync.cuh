@@ -4,21 +4,35 @@
 // Words are read and written relaxed. Order comes from fences alone: the writer fences, then stores; the reader's polls succeed, then it fences.
 // A fence covers what its thread wrote or saw before it, so also what other threads of its block did before a barrier.
 
-// Everything before this is visible to whoever reads, on any device, a word stored after it; and the reverse for words that were read.
-DEVICE void fence_system() {
+// Everything before this is visible to whoever reads, on any device, a word stored after it.
+DEVICE void release_system() {
 #if PLATFORM_AMD
-    __builtin_amdgcn_fence(__ATOMIC_ACQ_REL, "");
+    __builtin_amdgcn_fence(__ATOMIC_RELEASE, "");
+#elif PLATFORM_HOPPER
+    asm volatile("fence.release.sys;" ::: "memory");
 #else
     asm volatile("fence.acq_rel.sys;" ::: "memory");
 #endif
 }
 
-// The same among the blocks of this device.
-DEVICE void fence_device() {
+// Everything before this is visible to whoever, on this device, reads a word changed after it, and what they saw before to those to whom they release
+// it: on any device.
+DEVICE void release_device() {
 #if PLATFORM_AMD
-    __builtin_amdgcn_fence(__ATOMIC_ACQ_REL, "agent");
+    __builtin_amdgcn_fence(__ATOMIC_RELEASE, "agent");
+#elif PLATFORM_HOPPER
+    asm volatile("fence.release.gpu;" ::: "memory");
 #else
     asm volatile("fence.acq_rel.gpu;" ::: "memory");
+#endif
+}
+
+// What was released before a word that was read before this is visible, and is released by the next release.
+DEVICE void acquire_release_system() {
+#if PLATFORM_AMD
+    __builtin_amdgcn_fence(__ATOMIC_ACQ_REL, "");
+#else
+    asm volatile("fence.acq_rel.sys;" ::: "memory");
 #endif
 }
 

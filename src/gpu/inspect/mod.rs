@@ -35,8 +35,8 @@ pub use table::{cells, difference, markdown};
 
 /// Every kernel with every set of constants that is shipped, by operation, then those of the benchmarks.
 pub fn catalogue() -> Vec<Program> {
-    let all: [fn() -> Vec<Program>; 3] =
-        [ops::gate::programs, || CeilingSpec::ALL.iter().map(Spec::program).collect(), super::plain::programs];
+    let all: [fn() -> Vec<Program>; 4] =
+        [ops::gate::programs, ops::cast::programs, || CeilingSpec::ALL.iter().map(Spec::program).collect(), super::plain::programs];
     all.iter().flat_map(|programs| programs()).collect()
 }
 

@@ -3,8 +3,76 @@
 
 use super::layout::{Shape, Side, Sums, scale_shape};
 use super::{Formula, OP, Operands, Options, ScaleLayout, Scaling};
+use crate::backend::{Cpu, Cuda};
 use crate::error::{Error, Result};
-use crate::tensor::{DType, TensorView, TensorViewMut};
+use crate::tensor::{DType, DeviceAddress, TensorView, TensorViewMut};
+
+/// The memory in which a call's tensors must lie, and what can be known of their contents before the call runs.
+pub(super) trait Memory {
+    /// An error that names `what` when the view lies elsewhere.
+    fn holds(&self, what: impl Into<String>, view: &TensorView<'_>) -> Result<()>;
+
+    /// As [`Memory::holds`], of a view that is written.
+    fn holds_output(&self, what: impl Into<String>, view: &TensorViewMut<'_>) -> Result<()>;
+
+    /// The extents of a group, or the least there can be when its offsets are read later.
+    fn sums(&self, offsets: &TensorView<'_>, capacity: usize, options: &Options<'_>) -> Result<Sums>;
+
+    /// Whether the flag says now that there is nothing to do.
+    fn is_noop(&self, options: &Options<'_>) -> bool;
+}
+
+impl Memory for Cpu {
+    fn holds(&self, what: impl Into<String>, view: &TensorView<'_>) -> Result<()> {
+        view.host(OP, what).map(|_| ())
+    }
+
+    fn holds_output(&self, what: impl Into<String>, view: &TensorViewMut<'_>) -> Result<()> {
+        view.host(OP, what).map(|_| ())
+    }
+
+    fn sums(&self, offsets: &TensorView<'_>, capacity: usize, options: &Options<'_>) -> Result<Sums> {
+        sums_of(offsets, capacity, options)
+    }
+
+    fn is_noop(&self, options: &Options<'_>) -> bool {
+        let Some(noop) = &options.noop else { return false };
+        let bytes = noop.host(OP, "noop").expect("checked");
+        let bits = u32::from_le_bytes(*bytes.first_chunk().expect("checked"));
+        // -0 is zero.
+        if noop.dtype() == DType::F32 { f32::from_bits(bits) != 0.0 } else { bits != 0 }
+    }
+}
+
+/// A list has hundreds of tensors: their devices are compared here, and their addresses are not looked up in the driver's tables.
+impl Memory for Cuda {
+    fn holds(&self, what: impl Into<String>, view: &TensorView<'_>) -> Result<()> {
+        is_on(self, what, view.device(), view.layout().extent_bytes())
+    }
+
+    fn holds_output(&self, what: impl Into<String>, view: &TensorViewMut<'_>) -> Result<()> {
+        is_on(self, what, view.device(), view.layout().extent_bytes())
+    }
+
+    fn sums(&self, _: &TensorView<'_>, _: usize, _: &Options<'_>) -> Result<Sums> {
+        Ok(Sums::default())
+    }
+
+    fn is_noop(&self, _: &Options<'_>) -> bool {
+        false
+    }
+}
+
+fn is_on(cuda: &Cuda, what: impl Into<String>, found: Option<DeviceAddress>, extent_bytes: usize) -> Result<()> {
+    let here = cuda.device().ordinal();
+    let got = match found {
+        _ if extent_bytes == 0 => return Ok(()),
+        Some(found) if found.device == here => return Ok(()),
+        Some(found) => format!("at address {:#x} of device {}", found.address, found.device),
+        None => "in host memory".into(),
+    };
+    Err(Error::invalid(OP, what, got, format!("in the memory of device {here} (the backend is cuda)")))
+}
 
 /// What all matrices of a call have in common; every view fits.
 #[derive(Debug, Clone, Copy)]
@@ -17,32 +85,37 @@ pub(super) struct Known {
 }
 
 /// Checks a list; `None` when there is nothing to do.
-pub(super) fn list(matrices: &[Operands<'_>], options: &Options<'_>) -> Result<Option<Known>> {
-    options_alone(options)?;
+pub(super) fn list(memory: &impl Memory, matrices: &[Operands<'_>], options: &Options<'_>) -> Result<Option<Known>> {
+    options_alone(memory, options)?;
     let Some(first) = matrices.first() else { return Ok(None) };
     let mut known = None;
     for (i, matrix) in matrices.iter().enumerate() {
         let name = Name { matrix: Some(i) };
-        known = Some(operands(name, matrix, first, options)?);
+        known = Some(operands(memory, name, matrix, first, options)?);
         let (rows, columns) = extents(name, &matrix.x)?;
         let sums = Sums::default().with(rows, options.pad_rows, &options.scaling);
         let sums = sums.ok_or_else(|| too_many_rows(name.of("x"), rows))?;
-        outputs(name, matrix, options, &sums, columns, false)?;
-        per_matrix(name, matrix, 1)?;
+        outputs(memory, name, matrix, options, &sums, columns, false)?;
+        per_matrix(memory, name, matrix, 1)?;
     }
-    Ok(known.filter(|_| !is_noop(options)))
+    Ok(known.filter(|_| !memory.is_noop(options)))
 }
 
 /// Checks a grouped call; `None` when there is nothing to do.
-pub(super) fn grouped(all: &Operands<'_>, offsets: &TensorView<'_>, options: &Options<'_>) -> Result<Option<Known>> {
-    options_alone(options)?;
+pub(super) fn grouped(memory: &impl Memory, all: &Operands<'_>, offsets: &TensorView<'_>, options: &Options<'_>) -> Result<Option<Known>> {
+    options_alone(memory, options)?;
     let name = Name { matrix: None };
-    let known = operands(name, all, all, options)?;
+    let known = operands(memory, name, all, all, options)?;
     let (capacity, columns) = extents(name, &all.x)?;
-    let sums = sums_of(offsets, capacity, options)?;
-    outputs(name, all, options, &sums, columns, true)?;
-    per_matrix(name, all, offsets.shape()[0] - 1)?;
-    Ok(Some(known).filter(|_| !is_noop(options)))
+    dtype_of("offsets", offsets.dtype(), &[DType::I32, DType::I64])?;
+    memory.holds("offsets", offsets)?;
+    if !matches!(offsets.shape(), &[n] if n > 0) {
+        return Err(Error::invalid(OP, "offsets", format!("of shape {:?}", offsets.shape()), "[number of matrices + 1]"));
+    }
+    let sums = memory.sums(offsets, capacity, options)?;
+    outputs(memory, name, all, options, &sums, columns, true)?;
+    per_matrix(memory, name, all, offsets.shape()[0] - 1)?;
+    Ok(Some(known).filter(|_| !memory.is_noop(options)))
 }
 
 /// Offset `i`, of a view that was checked.
@@ -79,7 +152,7 @@ impl From<Field<'_>> for String {
     }
 }
 
-fn options_alone(options: &Options<'_>) -> Result<()> {
+fn options_alone(memory: &impl Memory, options: &Options<'_>) -> Result<()> {
     if !matches!(options.pad_rows, 1 | 16 | 32 | 128) {
         return Err(Error::invalid(OP, "pad_rows", options.pad_rows, "1, 16, 32 or 128"));
     }
@@ -99,25 +172,17 @@ fn options_alone(options: &Options<'_>) -> Result<()> {
     if let Some(noop) = &options.noop {
         dtype_of("noop", noop.dtype(), &[DType::F32, DType::I32, DType::U32])?;
         shape_of("noop", noop.shape(), &Shape::exact([1]))?;
-        noop.host(OP, "noop")?;
+        memory.holds("noop", noop)?;
     }
     Ok(())
 }
 
-fn is_noop(options: &Options<'_>) -> bool {
-    let Some(noop) = &options.noop else { return false };
-    let bytes = noop.host(OP, "noop").expect("checked");
-    let bits = u32::from_le_bytes(*bytes.first_chunk().expect("checked"));
-    // -0 is zero.
-    if noop.dtype() == DType::F32 { f32::from_bits(bits) != 0.0 } else { bits != 0 }
-}
-
 /// Types, presence, and what does not depend on the number of rows.
-fn operands(name: Name, o: &Operands<'_>, first: &Operands<'_>, options: &Options<'_>) -> Result<Known> {
+fn operands(memory: &impl Memory, name: Name, o: &Operands<'_>, first: &Operands<'_>, options: &Options<'_>) -> Result<Known> {
     let from = o.x.dtype();
     dtype_of(name.of("x"), from, &[DType::F32, DType::F16, DType::BF16])?;
     same(name.of("x"), from, first.x.dtype())?;
-    o.x.host(OP, name.of("x"))?;
+    memory.holds(name.of("x"), &o.x)?;
     if o.row.is_none() && o.column.is_none() {
         return Err(Error::invalid(OP, name.of("row"), "absent", "present, or column present"));
     }
@@ -132,7 +197,7 @@ fn operands(name: Name, o: &Operands<'_>, first: &Operands<'_>, options: &Option
         if let Some(output) = output {
             dtype_of(name.of(field), output.dtype(), if options.scaling == Scaling::Given { &any } else { &fp8 })?;
             same(name.of(field), output.dtype(), of_first)?;
-            output.host(OP, name.of(field))?;
+            memory.holds_output(name.of(field), output)?;
         }
     }
     let is_block = matches!(options.scaling, Scaling::Block { .. });
@@ -160,14 +225,10 @@ fn too_many_rows(name: impl Into<String> + Copy, rows: usize) -> Error {
     Error::invalid(OP, name, format!("of {rows} rows"), "fewer, so that padded rows can be counted")
 }
 
-/// Reads the offsets and adds up the extents of the matrices.
+/// Reads the offsets, of the right shape, and adds up the extents of the matrices.
 fn sums_of(offsets: &TensorView<'_>, capacity: usize, options: &Options<'_>) -> Result<Sums> {
-    dtype_of("offsets", offsets.dtype(), &[DType::I32, DType::I64])?;
     let bytes = offsets.host(OP, "offsets")?;
-    let num_offsets = match offsets.shape() {
-        &[n] if n > 0 => n,
-        shape => return Err(Error::invalid(OP, "offsets", format!("of shape {shape:?}"), "[number of matrices + 1]")),
-    };
+    let num_offsets = offsets.shape()[0];
     let mut sums = Sums::default();
     let mut before = 0;
     for i in 0..num_offsets {
@@ -186,13 +247,21 @@ fn sums_of(offsets: &TensorView<'_>, capacity: usize, options: &Options<'_>) -> 
     Ok(sums)
 }
 
-fn outputs(name: Name, o: &Operands<'_>, options: &Options<'_>, sums: &Sums, columns: usize, is_grouped: bool) -> Result<()> {
+fn outputs(
+    memory: &impl Memory,
+    name: Name,
+    o: &Operands<'_>,
+    options: &Options<'_>,
+    sums: &Sums,
+    columns: usize,
+    is_grouped: bool,
+) -> Result<()> {
     if let Some(row) = &o.row {
-        output(name.of("row"), row, &Shape::exact([sums.rows, columns]).growing(0, is_grouped))?;
+        output(memory, name.of("row"), row, &Shape::exact([sums.rows, columns]).growing(0, is_grouped))?;
     }
     if let Some(column) = &o.column {
         let shape = if is_grouped { Shape::exact([columns.saturating_mul(sums.rows)]) } else { Shape::exact([columns, sums.rows]) };
-        output(name.of("column"), column, &shape.growing(0, is_grouped))?;
+        output(memory, name.of("column"), column, &shape.growing(0, is_grouped))?;
     }
     let Scaling::Block { block, formula, layout } = options.scaling else { return Ok(()) };
     for (field, side, view) in [("row_scales", Side::Row, &o.row_scales), ("column_scales", Side::Column, &o.column_scales)] {
@@ -205,7 +274,7 @@ fn outputs(name: Name, o: &Operands<'_>, options: &Options<'_>, sums: &Sums, col
             _ => &[DType::F32],
         };
         dtype_of(name, view.dtype(), dtypes)?;
-        output(name, view, &scale_shape(side, block, layout, sums, columns, is_grouped))?;
+        output(memory, name, view, &scale_shape(side, block, layout, sums, columns, is_grouped))?;
         let row_bytes = view.strides()[0].saturating_mul(view.dtype().size());
         // 16 bytes: what TMA and Transformer Engine's GEMMs ask for (spec).
         if layout != ScaleLayout::RowMajor && view.shape()[0] > 1 && !row_bytes.is_multiple_of(16) {
@@ -215,24 +284,24 @@ fn outputs(name: Name, o: &Operands<'_>, options: &Options<'_>, sums: &Sums, col
     Ok(())
 }
 
-fn per_matrix(name: Name, o: &Operands<'_>, num_matrices: usize) -> Result<()> {
+fn per_matrix(memory: &impl Memory, name: Name, o: &Operands<'_>, num_matrices: usize) -> Result<()> {
     let shape = Shape::exact([num_matrices]);
     if let Some(scale) = &o.scale {
         dtype_of(name.of("scale"), scale.dtype(), &[DType::F32])?;
         shape_of(name.of("scale"), scale.shape(), &shape)?;
-        scale.host(OP, name.of("scale"))?;
+        memory.holds(name.of("scale"), scale)?;
     }
     for (field, view) in [("amax", &o.amax), ("scale_inv", &o.scale_inv)] {
         if let Some(view) = view {
             dtype_of(name.of(field), view.dtype(), &[DType::F32])?;
-            output(name.of(field), view, &shape)?;
+            output(memory, name.of(field), view, &shape)?;
         }
     }
     Ok(())
 }
 
-/// An output: its shape, rows that do not overlap, host memory.
-fn output(name: impl Into<String> + Copy, view: &TensorViewMut<'_>, want: &Shape) -> Result<()> {
+/// An output: its shape, rows that do not overlap, its memory.
+fn output(memory: &impl Memory, name: impl Into<String> + Copy, view: &TensorViewMut<'_>, want: &Shape) -> Result<()> {
     shape_of(name, view.shape(), want)?;
     if let (&[rows, columns], &[stride, _]) = (view.shape(), view.strides())
         && rows > 1
@@ -240,7 +309,7 @@ fn output(name: impl Into<String> + Copy, view: &TensorViewMut<'_>, want: &Shape
     {
         return Err(Error::invalid(OP, name, format!("with rows {stride} apart"), format!("rows at least {columns} apart")));
     }
-    view.host(OP, name).map(|_| ())
+    memory.holds_output(name, view)
 }
 
 fn shape_of(name: impl Into<String> + Copy, got: &[usize], want: &Shape) -> Result<()> {

@@ -11,6 +11,9 @@
 //!   before anything is read, when [`Options::reset_amax`] asks for it.
 //! - `scale_inv` is the IEEE quotient 1 / scale and is written for matrices without elements too.
 //!
+//! On a GPU nothing of the tensors is read before the call runs: a group whose offsets are not as [`cast_grouped`] says, or whose outputs are too short
+//! for them, is left alone there, nothing is written.
+//!
 //! Two forms: [`cast`] takes a list of matrices of any shapes, [`cast_grouped`] one buffer of rows and the offsets of its matrices, which are
 //! read when the operation runs. [`Scaling`] says where scales come from.
 //!
@@ -23,16 +26,19 @@
 
 use crate::backend::Backend;
 use crate::error::Result;
+use crate::gpu::{Program, Spec};
 use crate::tensor::{TensorView, TensorViewMut};
 
 mod check;
 mod cpu;
 mod formula;
+mod gpu;
 mod kernels;
 mod layout;
 #[cfg(target_arch = "x86_64")]
 mod ocp;
 mod tile;
+mod tuning;
 
 const OP: &str = "cast";
 
@@ -245,9 +251,16 @@ pub enum ScaleLayout {
 /// # Errors
 /// [`Error::Invalid`](crate::Error::Invalid) naming `matrices[i].field`, before anything is written.
 pub fn cast(backend: &Backend, matrices: &mut [Operands<'_>], options: &Options<'_>) -> Result<()> {
-    let cpu = backend.as_cpu("cast")?;
-    let Some(known) = check::list(matrices, options)? else { return Ok(()) };
-    cpu::list(cpu, &known, matrices)
+    match backend {
+        Backend::Cpu(cpu) => match check::list(cpu, matrices, options)? {
+            Some(known) => cpu::list(cpu, &known, matrices),
+            None => Ok(()),
+        },
+        Backend::Cuda(cuda) => match check::list(cuda, matrices, options)? {
+            Some(known) => gpu::list(cuda, &known, matrices, options),
+            None => Ok(()),
+        },
+    }
 }
 
 /// Casts the matrices of one buffer of rows: matrix i is the rows `offsets[i]..offsets[i + 1]` of `operands.x`.
@@ -276,7 +289,19 @@ pub fn cast(backend: &Backend, matrices: &mut [Operands<'_>], options: &Options<
 /// # Errors
 /// [`Error::Invalid`](crate::Error::Invalid) naming the field, before anything is written.
 pub fn cast_grouped(backend: &Backend, operands: &mut Operands<'_>, offsets: TensorView<'_>, options: &Options<'_>) -> Result<()> {
-    let cpu = backend.as_cpu("cast_grouped")?;
-    let Some(known) = check::grouped(operands, &offsets, options)? else { return Ok(()) };
-    cpu::grouped(cpu, &known, operands, &offsets)
+    match backend {
+        Backend::Cpu(cpu) => match check::grouped(cpu, operands, &offsets, options)? {
+            Some(known) => cpu::grouped(cpu, &known, operands, &offsets),
+            None => Ok(()),
+        },
+        Backend::Cuda(cuda) => match check::grouped(cuda, operands, &offsets, options)? {
+            Some(known) => gpu::grouped(cuda, &known, operands, &offsets, options),
+            None => Ok(()),
+        },
+    }
+}
+
+/// Every kernel with every set of constants that is shipped.
+pub fn programs() -> Vec<Program> {
+    gpu::shipped().iter().map(Spec::program).collect()
 }

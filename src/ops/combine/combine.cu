@@ -50,7 +50,7 @@ DEVICE void load_wired(Wired& w, const char* row, u32 at) {
     if constexpr (PIECE_WORDS % 4 == 0) {
 #pragma unroll
         for (u32 i = 0; 4 * i < PIECE_WORDS; i++) {
-            const Vec16 v = load16_once(from + 16 * i);
+            const Vec16 v = STREAM_ROWS ? load16_streaming(from + 16 * i) : load16_once(from + 16 * i);
 #pragma unroll
             for (u32 j = 0; j < 4; j++) w.word[4 * i + j] = v.word[j];
         }
@@ -166,28 +166,34 @@ DEVICE void store_result(char* at, Vec16 v) {
 }
 
 KERNEL(THREADS) combine(PARAMETERS(CombineParameters) p) {
+    SHARED u64 shared_epoch;
     const Rank& me = p.me;
     const u32 thread = thread_idx(), lane = thread % WARP;
     const u32 stride = grid_blocks() * NUM_WARPS;
     u32 item = (block_idx_x() * THREADS + thread) / WARP;
     wait_for_dependencies();
     // What does not depend on each other is asked for together; the posting threads fence meanwhile.
-    const u64 epoch = me.state->bank_epoch[me.bank];
+    u64 epoch = WITH_SIGNALS ? 0 : me.state->bank_epoch[me.bank];
     const u32 num_items = p.routing->num_tokens * PARTS;
     const LaneRanks ranks = load_lane_ranks(me, p.routing, lane);
     u32 entry = lane < NUM_DESTINATIONS && item / PARTS < p.max_tokens ? p.sent[(u64)(item / PARTS) * NUM_DESTINATIONS + lane] : NONE;
     bool has_failed = false, failed = false;
     if (WITH_SIGNALS) {
+        // The last threads post, and fence while the others load; the first poll.
+        const u32 talker = THREADS - 1 - thread;
+        const bool talks = block_idx_x() == 0 && talker < WORLD;
+        // sync ready: release, pairs with the acquire below of every peer
+        if (talks) release_system();
+        u32 expected = 0;
         if (thread < WORLD) {
-            const u32 mine = p.counts[me.rank * NUM_WORDS + thread];
-            if (block_idx_x() == 0) {
-                // sync ready: release, pairs with the acquire below of every peer
-                fence_system();
-                if (epoch != 0) store_relaxed_system(word_at(me, thread, READY, me.bank * WORLD + me.rank), epoch);
-            }
-            // sync ready: acquire
-            if (epoch != 0 && mine != 0) has_failed = wait_for<false>(me, OP_COMBINE, PHASE_READY, thread, word_at(me, me.rank, READY, me.bank * WORLD + thread), epoch, failed) == 0;
+            expected = p.counts[me.rank * NUM_WORDS + thread];
+            if (thread == 0) shared_epoch = me.state->bank_epoch[me.bank];
         }
+        block_barrier();
+        epoch = shared_epoch;
+        if (talks && epoch != 0) store_relaxed_system(word_at(me, talker, READY, me.bank * WORLD + me.rank), epoch);
+        // sync ready: acquire
+        if (expected != 0 && epoch != 0) has_failed = wait_for<false>(me, OP_COMBINE, PHASE_READY, thread, word_at(me, me.rank, READY, me.bank * WORLD + thread), epoch, failed) == 0;
         if (block_any(has_failed)) item = NONE; // reads nothing
     }
     // Nothing here waits for a peer any more, so a dependent may take the place.

@@ -15,7 +15,7 @@ KERNEL(THREADS) send(PARAMETERS(SendParameters) p) {
     wait_for_dependencies();
     if (peer >= WORLD) return;
     // sync ready: release, before this thread's first load
-    fence_system();
+    release_system();
     const u64 epoch = me.state->bank_epoch[me.bank];
     if (epoch != 0) store_relaxed_system(word_at(me, peer, READY, me.bank * WORLD + me.rank), epoch);
 }

@@ -6,7 +6,7 @@
 // Shared     the tile's destinations and records, totals, the count matrix: struct Shared.
 // Sync       counts: as route.cu. packets: each word of 64 bits holds its epoch; no fence. done: only between ranks that had more rows than a message
 //            holds, as payload.cu.
-// Requires   all blocks run at once (cooperative); `copies` = banks + 1, see step 1 of PROTOCOL.md; the kernel before this one has ended (waited for).
+// Requires   SMALL: T <= TILE and T <= STAGED_ROWS; all blocks run at once (cooperative); `copies` = banks + 1, see step 1 of PROTOCOL.md; the kernel before this one has ended (waited for).
 
 constexpr u32 ROUTE_VECTORS = ROUTE_BYTES / 16;
 constexpr u32 ROW_VECTORS = ROW_BYTES / 16;
@@ -48,10 +48,10 @@ struct Shared {
 DEVICE void route_tile(const LowLatencyParameters& p, Shared& s, u32 first, u32 num_tokens) {
     const u32 thread = thread_idx(), lane = thread % WARP, warp = thread / WARP;
     const u32 token = first + thread;
-    i32 ids[K];
+    Routes routes;
     u64 mask = 0;
     if (thread < TILE) {
-        mask = token < num_tokens ? destinations(p.me, p.call, token, ids) : 0;
+        mask = token < num_tokens ? destinations(p.me, p.call, token, routes) : 0;
         u32 low = 0, high = 0;
         count_lanes(mask, lane, low, high);
         if (lane < WORLD) s.warp_totals[warp][lane] = low;
@@ -73,7 +73,7 @@ DEVICE void route_tile(const LowLatencyParameters& p, Shared& s, u32 first, u32 
             if (goes) s.sent[thread][num++] = r << RANK_SHIFT | (base + num_bits(lanes & ((1ull << lane) - 1)));
         }
         for (; num < NUM_DESTINATIONS; num++) s.sent[thread][num] = NONE;
-        if (token < num_tokens) write_record(p.me, p.call, token, ids, s.records[thread]);
+        if (token < num_tokens) write_record(p.me, token, routes, s.records[thread]);
     }
     block_barrier();
     for (u32 r = thread; r < WORLD; r += THREADS) {
@@ -115,7 +115,7 @@ KERNEL(THREADS) low_latency(PARAMETERS(LowLatencyParameters) p) {
     const u32 talker = THREADS - 1 - thread;
     wait_for_dependencies();
     // sync counts: release, before this thread's first load; pairs with the acquire below on every peer
-    if (block == 0 && talker < WORLD * WORLD) fence_system();
+    if (block == 0 && talker < WORLD * WORLD) release_system();
     // The second warp: a wait for these loads would hold up the first one's.
     if (thread == WARP) {
         s.epoch = me.state->epoch + 1;
@@ -126,7 +126,7 @@ KERNEL(THREADS) low_latency(PARAMETERS(LowLatencyParameters) p) {
     const bool is_oversize = num_tokens > call.max_tokens;
     const u32 asked = num_tokens;
     if (is_oversize) num_tokens = 0;
-    const u32 num_tiles = (num_tokens + TILE - 1) / TILE;
+    const u32 num_tiles = SMALL ? 1 : (num_tokens + TILE - 1) / TILE;
     for (u32 r = thread; r < WORLD; r += THREADS) s.running[r] = 0;
     // This warp's first piece of a row is on its way before anything is known of it.
     Vec16 ahead[UNROLL];
@@ -142,6 +142,7 @@ KERNEL(THREADS) low_latency(PARAMETERS(LowLatencyParameters) p) {
     // (2) This rank's words, once all tokens are counted.
     const auto post = [&]() {
         if (block != 0 || s.aborted) return;
+#pragma unroll 1
         for (u32 i = talker; i < WORLD * WORLD; i += THREADS) {
             const u32 peer = i / WORLD, r = i % WORLD;
             store_relaxed_system(word_at(me, peer, COUNTS, count_index(s.epoch, me.rank, r)), count_word(me, s.epoch, r, s.running[r], is_oversize, asked));
@@ -205,7 +206,9 @@ KERNEL(THREADS) low_latency(PARAMETERS(LowLatencyParameters) p) {
         if (block == (tile + 1) % blocks) {
             const u32 first = tile * TILE;
             const u32 rows = num_tokens - first < TILE ? num_tokens - first : TILE;
+#pragma unroll 1
             for (u32 i = thread; i < rows * NUM_DESTINATIONS; i += THREADS) call.sent[(u64)first * NUM_DESTINATIONS + i] = s.sent[i / NUM_DESTINATIONS][i % NUM_DESTINATIONS];
+#pragma unroll 1
             for (u32 i = thread; i < rows * ROUTE_VECTORS; i += THREADS) store16(call.records + ((u64)first * ROUTE_VECTORS + i) * 16, *(const Vec16*)(s.records[i / ROUTE_VECTORS] + 16 * (i % ROUTE_VECTORS)));
         }
         if (num_tiles > 1) block_barrier();
@@ -223,6 +226,7 @@ KERNEL(THREADS) low_latency(PARAMETERS(LowLatencyParameters) p) {
     }
     u32 problem = 0;
     bool failed = false;
+#pragma unroll 1
     for (u32 i = talker; i < WORLD * WORLD && !aborted; i += THREADS) {
         const u32 sender = i / WORLD, r = i % WORLD;
         const u64 word = wait_for<true>(me, OP, PHASE_COUNTS, sender, word_at(me, me.rank, COUNTS, count_index(epoch, sender, r)), epoch, failed);
@@ -238,13 +242,15 @@ KERNEL(THREADS) low_latency(PARAMETERS(LowLatencyParameters) p) {
         if (lane == 0) s.is_refused = is_refused;
     }
     block_barrier();
+    // Whoever this kernel still waits for runs already: a dependent takes no place that is needed.
+    launch_dependents();
     if (s.is_refused) {
         if (failed) report(me);
         return;
     }
 
     // (4, 5) Rows that no message holds.
-    const bool is_beyond = block_any(thread < WORLD && s.matrix[me.rank][thread < WORLD ? thread : 0] > STAGED_ROWS);
+    const bool is_beyond = !SMALL && block_any(thread < WORLD && s.matrix[me.rank][thread < WORLD ? thread : 0] > STAGED_ROWS);
     if (is_beyond) {
         for (u32 r = thread; r < WORLD; r += THREADS) s.running[r] = 0;
         block_barrier();
@@ -258,11 +264,11 @@ KERNEL(THREADS) low_latency(PARAMETERS(LowLatencyParameters) p) {
         }
         // sync done: release; every block's rows, then the last block's words
         if (thread == 0) {
-            fence_system();
+            release_system();
             s.is_last = add_relaxed_device(&me.state->stored, 1) == blocks - 1;
             if (s.is_last) {
                 me.state->stored = 0;
-                fence_system();
+                acquire_release_system();
             }
         }
         block_barrier();

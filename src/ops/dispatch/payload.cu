@@ -51,6 +51,8 @@ struct PayloadParameters {
     u32 max_tokens;
     u32 x_rows; // rows of x that may be read
     u32 waits;  // 0: the waiting half is another launch
+    u32 triggers; // 1: dependents may start before the rows of the peers are here (they must not fill a device that ranks share)
+    u32 spare;
     Rank me;
 };
 
@@ -143,7 +145,7 @@ KERNEL(THREADS) payload(PARAMETERS(PayloadParameters) p) {
     const u32 num_items = num_tokens * PARTS;
     const auto fetch = [&](u32 token, u32 stage) { bulk_load(stages + stage * ROW_BYTES, p.x + token * p.x_stride, ROW_BYTES, loaded + stage); };
     if (BULK && WITH_ROWS && lane == 0) {
-        for (u32 i = 0; i + 1 < BULK && item + i * stride < num_items; i++) fetch(item + i * stride, i);
+        for (u32 i = 0; i + 1 != BULK && item + i * stride < num_items; i++) fetch(item + i * stride, i);
     }
     while (item < num_items) {
         const u32 token = item / PARTS, part = item % PARTS;
@@ -296,17 +298,23 @@ KERNEL(THREADS) payload(PARAMETERS(PayloadParameters) p) {
     // sync done: release; every block's rows, then the last block's words
     block_barrier();
     if (thread == 0) {
-        fence_system();
+        // To the last block only, which passes it on.
+        if (RELEASE_DEVICE) {
+            release_device();
+        } else {
+            release_system();
+        }
         is_last = add_relaxed_device(&me.state->arrived, 1) == blocks - 1;
         if (is_last) {
             me.state->arrived = 0;
-            fence_system();
+            acquire_release_system();
         }
     }
     block_barrier();
     if (!is_last) return;
     if (thread >= WORLD) return;
     store_relaxed_system(word_at(me, thread, DONE, me.rank), epoch);
+    if (p.triggers) launch_dependents();
     // (6) sync done: acquire, pairs with the release above on every peer
     bool failed = false;
     if (p.waits != 0 && expected != 0) wait_for<false>(me, OP_DISPATCH, PHASE_ROWS, thread, word_at(me, me.rank, DONE, thread), epoch, failed);

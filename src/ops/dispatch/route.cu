@@ -6,7 +6,7 @@
 // Shared     totals by warp and by block, the count matrix: struct Shared.
 // Sync       counts: the posting threads of block 0 fence at entry (nothing that this kernel does is released by these words, only what came before
 //            it), then store; pairs with the acquiring polls of every peer (2, 3). blocks: words tagged with the epoch, released by nothing.
-// Requires   T <= max_tokens or the refusal path; THREADS a multiple of WARP; the kernel before this one in the stream has ended (waited for).
+// Requires   T <= max_tokens or the refusal path; SMALL: one block, T <= TILE (half the code, all of it in use: 0.5 us); THREADS a multiple of WARP; the kernel before this one in the stream has ended (waited for).
 
 constexpr u32 MAX_BLOCKS = 16; // measured (H200): 16 blocks route 4096 tokens no faster than 8
 
@@ -50,12 +50,12 @@ KERNEL(THREADS) route(PARAMETERS(RouteParameters) p) {
     const Rank& me = p.me;
     const Call& call = p.call;
     const u32 thread = thread_idx(), lane = thread % WARP, warp = thread / WARP;
-    const u32 block = block_idx_x(), blocks = grid_blocks();
+    const u32 block = SMALL ? 0 : block_idx_x(), blocks = SMALL ? 1 : grid_blocks();
     // The last threads talk to the peers: few tokens leave them free, and the fence overlaps what the others load.
     const u32 talker = THREADS - 1 - thread;
     wait_for_dependencies();
     // sync counts: release, before this thread's first load; pairs with the acquire below on every peer
-    if (block == 0 && talker < WORLD * NUM_WORDS) fence_system();
+    if (block == 0 && talker < WORLD * NUM_WORDS) release_system();
     // The second warp: a wait for these loads would hold up the first one's.
     if (thread == WARP) {
         s.epoch = me.state->epoch + 1;
@@ -70,8 +70,8 @@ KERNEL(THREADS) route(PARAMETERS(RouteParameters) p) {
     const u32 chunk = blocks == 1 ? num_tokens : (num_tokens + blocks - 1) / blocks;
     const u32 first = chunk * block < num_tokens ? chunk * block : num_tokens;
     const u32 end = first + chunk < num_tokens ? first + chunk : num_tokens;
-    const u32 num_tiles = (end - first + TILE - 1) / TILE;
-    i32 ids[K];
+    const u32 num_tiles = SMALL ? 1 : (end - first + TILE - 1) / TILE;
+    Routes routes = {};
     u64 mask = 0;
     for (u32 e = thread; BY_EXPERT && e < EXPERTS; e += THREADS) {
         s.expert_totals[e] = 0;
@@ -84,12 +84,12 @@ KERNEL(THREADS) route(PARAMETERS(RouteParameters) p) {
         for (u32 tile = 0; tile < num_tiles; tile++) {
             const u32 token = first + tile * TILE + thread;
             const bool has_token = thread < TILE && token < end;
-            mask = has_token ? destinations(me, call, token, ids) : 0;
+            mask = has_token ? destinations(me, call, token, routes) : 0;
             count_lanes(mask, lane, low, high);
             if (BY_EXPERT && has_token) {
 #pragma unroll
                 for (u32 r = 0; r < K; r++) {
-                    if (ids[r] >= 0) add_shared(&s.expert_totals[ids[r]], 1);
+                    if (routes.ids[r] >= 0) add_shared(&s.expert_totals[routes.ids[r]], 1);
                 }
             }
         }
@@ -104,6 +104,7 @@ KERNEL(THREADS) route(PARAMETERS(RouteParameters) p) {
     if (!REPLAY && blocks > 1) {
         if (thread < WORLD) store_relaxed_device(p.block_words + block * NUM_WORDS + thread, epoch << EPOCH_SHIFT | total_below(s, NUM_WARPS, thread));
         const u32 needed = block == 0 ? blocks : block;
+#pragma unroll 1
         for (u32 i = thread; i < needed * WORLD; i += THREADS) {
             const u32 b = i / WORLD, r = i % WORLD;
             const u64 word = wait_for<true>(me, OP, PHASE_BLOCKS, me.rank, p.block_words + b * NUM_WORDS + r, epoch, failed);
@@ -134,6 +135,7 @@ KERNEL(THREADS) route(PARAMETERS(RouteParameters) p) {
 
     // (2) This rank's words, which are its credit for the bank that they name.
     if (block == 0 && !aborted) {
+#pragma unroll 1
         for (u32 i = talker; i < WORLD * NUM_WORDS; i += THREADS) {
             const u32 peer = i / NUM_WORDS, r = i % NUM_WORDS;
             store_relaxed_system(word_at(me, peer, COUNTS, count_index(epoch, me.rank, r)), count_word(me, epoch, r, own_count(r), is_oversize, asked));
@@ -144,7 +146,7 @@ KERNEL(THREADS) route(PARAMETERS(RouteParameters) p) {
     if (!REPLAY) {
         u32 base_low = 0, base_high = 0; // of rank lane, lane + WARP
         if (blocks > 1) {
-            for (u32 b = 0; b < block; b++) {
+            for (u32 b = 0; b != block; b++) {
                 if (lane < WORLD) base_low += s.block_totals[b][lane];
                 if (WORLD > WARP && lane + WARP < WORLD) base_high += s.block_totals[b][lane + WARP];
             }
@@ -155,7 +157,7 @@ KERNEL(THREADS) route(PARAMETERS(RouteParameters) p) {
             if (num_tiles > 1) {
                 block_barrier();
                 u32 low = 0, high = 0;
-                mask = has_token ? destinations(me, call, token, ids) : 0;
+                mask = has_token ? destinations(me, call, token, routes) : 0;
                 count_lanes(mask, lane, low, high);
                 store_totals(s, warp, lane, low, high);
                 block_barrier();
@@ -172,10 +174,10 @@ KERNEL(THREADS) route(PARAMETERS(RouteParameters) p) {
                 if (goes) to[num++] = r << RANK_SHIFT | (base + num_bits(lanes & ((1ull << lane) - 1)));
             }
             u32 positions[K];
-            if (BY_EXPERT) place_experts(s.experts, ids, has_token, positions);
+            if (BY_EXPERT) place_experts(s.experts, routes.ids, has_token, positions);
             if (has_token) {
                 for (; num < NUM_DESTINATIONS; num++) to[num] = NONE;
-                write_record(me, call, token, ids, call.records + (u64)token * ROUTE_BYTES);
+                write_record(me, token, routes, call.records + (u64)token * ROUTE_BYTES);
                 if (BY_EXPERT) {
 #pragma unroll
                     for (u32 r = 0; r < K; r++) call.rows[(u64)token * K + r] = positions[r];
@@ -187,6 +189,7 @@ KERNEL(THREADS) route(PARAMETERS(RouteParameters) p) {
     }
     if (block == 0) { // the others end: dependents need not wait for them
         // (3) Everybody's words. sync counts: acquire, pairs with the release at entry of every peer
+#pragma unroll 1
         for (u32 i = talker; i < WORLD * NUM_WORDS && !aborted; i += THREADS) {
             const u32 sender = i / NUM_WORDS, r = i % NUM_WORDS;
             const u64 word = wait_for<true>(me, OP, PHASE_COUNTS, sender, word_at(me, me.rank, COUNTS, count_index(epoch, sender, r)), epoch, failed);

@@ -1,6 +1,7 @@
 // The routing of a call, shared by the kernels that make it: destinations of a token, its record, and what the count matrix decides.
 // Needs layout.cuh and its constants, and:
 //   THREADS      of a block
+//   SMALL        few tokens: one tile is enough
 //   REPLAY       the routing is kept, only counts are exchanged
 //   MAY_DROP     rows beyond the buffers are dropped
 //   Index        i32 or i64
@@ -82,12 +83,22 @@ template <u32 TILE> DEVICE void place_experts(ExpertTile<TILE>& tile, const i32 
 // What is wrong with a call, in bits.
 constexpr u32 OVERSIZE = 1, FAILED = 2, OTHER_CALL = 4, OTHER_ROUTING = 8;
 
-// The distinct owners of a token's routes; a route is masked when its id is out of range or stood before in the row.
-DEVICE u64 destinations(const Rank& me, const Call& call, u32 token, i32 (&ids)[K]) {
+// A token's routes: ids, -1 where masked, and the bits of their weights.
+struct Routes {
+    i32 ids[K];
+    u32 weights[K];
+};
+
+// Reads them, and returns the distinct owners. A route is masked when its id is out of range or stood before in the row.
+DEVICE u64 destinations(const Rank& me, const Call& call, u32 token, Routes& routes) {
     const Index* row = call.topk_idx + token * call.idx_stride;
     Index raw[K];
 #pragma unroll
     for (u32 r = 0; r < K; r++) raw[r] = row[r];
+    const float* weights = call.topk_weights + token * call.weight_stride;
+#pragma unroll
+    for (u32 r = 0; r < K; r++) routes.weights[r] = bits_of(call.topk_weights ? weights[r] : 1.0f);
+    i32(&ids)[K] = routes.ids;
     u64 mask = 0;
 #pragma unroll
     for (u32 r = 0; r < K; r++) {
@@ -110,16 +121,14 @@ DEVICE void count_lanes(u64 mask, u32 lane, u32& low, u32& high) {
     }
 }
 
-DEVICE void write_record(const Rank& me, const Call& call, u32 token, const i32 (&ids)[K], char* to) {
+DEVICE void write_record(const Rank& me, u32 token, const Routes& routes, char* to) {
     u32 words[ROUTE_BYTES / 4];
     words[0] = me.rank;
     words[1] = token;
-    const float* weights = call.topk_weights + token * call.weight_stride;
 #pragma unroll
     for (u32 r = 0; r < K; r++) {
-        words[2 + r] = (u32)ids[r];
-        const float w = call.topk_weights ? weights[r] : 1.0f;
-        words[2 + K + r] = ids[r] >= 0 ? bits_of(w) : 0;
+        words[2 + r] = (u32)routes.ids[r];
+        words[2 + K + r] = routes.ids[r] >= 0 ? routes.weights[r] : 0;
     }
 #pragma unroll
     for (u32 i = 2 + 2 * K; i < ROUTE_BYTES / 4; i++) words[i] = 0;
@@ -236,13 +245,14 @@ DEVICE void refuse(const Rank& me, const Call& call, const u32 (&matrix)[WORLD][
     }
     if (problem & FAILED) return;
     const bool is_other = problem & (OTHER_CALL | OTHER_ROUTING), is_oversize = problem & OVERSIZE;
+#pragma unroll 1
     for (u32 r = lane; r < WORLD; r += WARP) {
         u64 tokens = matrix[r][0];
         if (NUM_WORDS > 1) tokens |= (u64)call.counts[r * NUM_WORDS + 1] << 20; // one rank alone has but 20 bits: its own number is known
         store_relaxed_system(&me.host->demand[r], is_oversize ? (r == me.rank ? asked : tokens) : d.demand[r]);
         store_relaxed_system(&me.host->capacity[r], is_oversize ? call.max_tokens : capacity);
     }
-    fence_system();
+    release_system();
     warp_barrier();
     const u64 status = is_other ? STATUS_MISMATCH : is_oversize ? STATUS_CAPACITY_TOKENS : BY_EXPERT == 2 ? STATUS_CAPACITY_EXPERT : STATUS_CAPACITY_ROWS;
     if (lane == 0) store_relaxed_system(&me.host->status, epoch << 8 | status);
@@ -254,8 +264,10 @@ DEVICE bool decide(const Rank& me, const Call& call, const u32 (&matrix)[WORLD][
     const u32 lane = thread_idx() % WARP;
     const u32 capacity = BY_EXPERT == 2 ? call.rows_per_expert : call.max_rows;
     bool is_over = false;
+#pragma unroll 1
     for (u32 r = lane; r < WORLD; r += WARP) {
         u32 demand = 0, base = 0, start = 0;
+#pragma unroll 8
         for (u32 sender = 0; sender < WORLD; sender++) {
             const u32 n = matrix[sender][r];
             demand += n;
@@ -281,6 +293,7 @@ DEVICE bool decide(const Rank& me, const Call& call, const u32 (&matrix)[WORLD][
     warp_barrier();
     if (!writes) return problem != 0;
     if (problem == 0) {
+#pragma unroll 1
         for (u32 r = lane; r < WORLD; r += WARP) {
             if (!REPLAY) call.routing->arrival_base[r] = d.base[r];
             call.arrival->arrival_start[r] = d.start[r];

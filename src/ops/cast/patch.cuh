@@ -1,0 +1,277 @@
+// Patches: 8 x 8 elements that a thread loads, scales, rounds, and passes on by columns. Needs platform, float, fp8 and copy.
+//
+// Constants: FROM, TO (types), TILE_ROWS, TILE_COLUMNS, TILES_DOWN.
+
+constexpr u32 PATCH = 8; // derived: 8 elements of 16 bits are one vector of 16 bytes, 8 of 8 bits a unit of the shared tile
+constexpr u32 IN = sizeof(FROM);
+constexpr u32 OUT = sizeof(TO);
+constexpr u32 ACROSS = TILE_COLUMNS / PATCH;
+constexpr u32 NUM_THREADS = TILE_ROWS / PATCH * ACROSS;
+constexpr u32 NUM_GROUPS = NUM_THREADS / 32; // of 32 lanes
+constexpr u32 IN_WORDS = PATCH * IN / 4;
+constexpr u32 OUT_WORDS = PATCH * OUT / 4;
+
+static_assert(TILE_COLUMNS % 64 == 0 && TILE_ROWS % 16 == 0, "A group of 32 lanes holds whole rows of patches, a column whole vectors.");
+static_assert((ACROSS & (ACROSS - 1)) == 0, "Lanes are told apart by bits.");
+
+// Only FP8 has scales of its own.
+template <class T, bool IS_FP8> struct Largest {
+    static constexpr float VALUE = 1.0f;
+};
+template <class T> struct Largest<T, true> {
+    static constexpr float VALUE = T::LARGEST_VALUE;
+};
+constexpr float LARGEST_VALUE = Largest<TO, OUT == 1>::VALUE;
+
+struct Patch {
+    u32 word[PATCH][IN_WORDS];
+};
+
+// Element `i` of a row of a patch.
+template <class T> DEVICE float element_of(const u32* words, u32 i);
+template <> DEVICE float element_of<f32>(const u32* words, u32 i) {
+    return float_of(words[i]);
+}
+template <> DEVICE float element_of<bf16>(const u32* words, u32 i) {
+    return float_of(i % 2 ? words[i / 2] & 0xFFFF0000 : words[i / 2] << 16);
+}
+template <> DEVICE float element_of<f16>(const u32* words, u32 i) {
+    return widen<f16>(f16{(u16)(words[i / 2] >> i % 2 * 16)});
+}
+
+// Greatest magnitudes: NaN drops out. A word of f32, or two halves that are kept apart.
+template <class T> DEVICE u32 greater(u32 greatest, u32 word);
+// As bits of f32.
+template <class T> DEVICE u32 greatest_bits(u32 greatest);
+
+template <> DEVICE u32 greater<f32>(u32 greatest, u32 word) {
+    const u32 magnitude = word & 0x7FFFFFFF;
+    return magnitude <= 0x7F800000 && magnitude > greatest ? magnitude : greatest;
+}
+template <> DEVICE u32 greatest_bits<f32>(u32 greatest) {
+    return greatest;
+}
+
+// INFINITY: the magnitude above which a half is NaN.
+template <u32 INFINITY_BITS> DEVICE u32 greater_halves(u32 greatest, u32 word) {
+    const u32 low = word & 0x7FFF, high = word & 0x7FFF0000;
+    const u32 greatest_low = greatest & 0xFFFF, greatest_high = greatest & 0xFFFF0000;
+    const u32 new_low = low <= INFINITY_BITS && low > greatest_low ? low : greatest_low;
+    const u32 new_high = high <= INFINITY_BITS << 16 && high > greatest_high ? high : greatest_high;
+    return new_low | new_high;
+}
+
+template <> DEVICE u32 greater<bf16>(u32 greatest, u32 word) {
+#if PLATFORM_AMD
+    return greater_halves<0x7F80>(greatest, word);
+#else
+    u32 result;
+    asm("max.bf16x2 %0, %1, %2;" : "=r"(result) : "r"(greatest), "r"(word & 0x7FFF7FFF));
+    return result;
+#endif
+}
+template <> DEVICE u32 greatest_bits<bf16>(u32 greatest) {
+    const u32 low = greatest << 16, high = greatest & 0xFFFF0000;
+    return low > high ? low : high;
+}
+
+template <> DEVICE u32 greater<f16>(u32 greatest, u32 word) {
+#if PLATFORM_AMD
+    return greater_halves<0x7C00>(greatest, word);
+#else
+    u32 result;
+    asm("max.f16x2 %0, %1, %2;" : "=r"(result) : "r"(greatest), "r"(word & 0x7FFF7FFF));
+    return result;
+#endif
+}
+template <> DEVICE u32 greatest_bits<f16>(u32 greatest) {
+    const u32 low = greatest & 0xFFFF, high = greatest >> 16;
+    return bits_of(widen<f16>(f16{(u16)(low > high ? low : high)}));
+}
+
+// The widest pieces that row starts and lengths take: 16 bytes at most.
+DEVICE u32 piece_of(u64 address, u64 stride, u32 row_bytes) {
+    const u32 bits = (u32)address | (u32)stride | row_bytes | 16;
+    return bits & (0 - bits);
+}
+
+// Loads a patch; elements outside of `num_rows` and `valid_bytes` of a row are 0. With ALIGNED, rows are whole vectors.
+template <bool ALIGNED> DEVICE void load_patch(Patch& patch, const u8* x, u64 stride, u32 num_rows, u32 valid_bytes, u32 piece) {
+#pragma unroll
+    for (u32 r = 0; r < PATCH; r++) {
+        const u32 valid = r < num_rows ? valid_bytes : 0;
+        if constexpr (ALIGNED) {
+            load_pieces(patch.word[r], x, valid, 16);
+        } else {
+            load_pieces(patch.word[r], x, valid, piece);
+        }
+        x += stride;
+    }
+}
+
+// A row of elements, multiplied and rounded.
+template <class FACTORS> DEVICE void narrow_row(const u32 (&in)[IN_WORDS], const FACTORS& factor, u32 (&out)[OUT_WORDS]) {
+    float value[PATCH];
+#pragma unroll
+    for (u32 i = 0; i < PATCH; i++) {
+        value[i] = factor(i) * element_of<FROM>(in, i);
+    }
+    if constexpr (OUT == 1) {
+        out[0] = narrow_fp8x4<TO>(value[0], value[1], value[2], value[3]);
+        out[1] = narrow_fp8x4<TO>(value[4], value[5], value[6], value[7]);
+    } else if constexpr (OUT == 2) {
+#pragma unroll
+        for (u32 i = 0; i < PATCH; i += 2) {
+            out[i / 2] = narrow_pair<TO>(value[i], value[i + 1]);
+        }
+    } else {
+#pragma unroll
+        for (u32 i = 0; i < PATCH; i++) {
+            out[i] = bits_of(value[i]);
+        }
+    }
+}
+
+// The transposed tile in shared memory: units of 8 bytes, all units of a column one after the other, but their numbers mixed so that neither lanes
+// beside each other in a row nor lanes along a column meet in a bank.
+
+constexpr u32 GROUP_ROWS = TILE_ROWS * TILES_DOWN; // rows that the shared tile holds
+constexpr u32 UNITS = GROUP_ROWS * OUT / 8;        // of a column
+static_assert(UNITS % 2 == 0, "Units are mixed in blocks of 16, which hold columns of one patch.");
+
+DEVICE u32 unit_at(u32 column, u32 unit) {
+    return (column * UNITS + unit) ^ (column / PATCH & 15); // 15: derived, 16 units of 8 bytes are all 32 banks
+}
+
+DEVICE u64 unit_of(u32 low, u32 high) {
+    return low | (u64)high << 32;
+}
+
+// Passes on a patch of rounded elements.
+DEVICE void put_patch(u64* tile, const u32 (&rows)[PATCH][OUT_WORDS], u32 across, u32 down) {
+    const u32 column = across * PATCH, unit = down * OUT;
+    if constexpr (OUT == 1) {
+#pragma unroll
+        for (u32 half = 0; half < 2; half++) {
+            u32 upper[4], lower[4];
+            transpose_bytes(rows[0][half], rows[1][half], rows[2][half], rows[3][half], upper[0], upper[1], upper[2], upper[3]);
+            transpose_bytes(rows[4][half], rows[5][half], rows[6][half], rows[7][half], lower[0], lower[1], lower[2], lower[3]);
+#pragma unroll
+            for (u32 i = 0; i < 4; i++) {
+                tile[unit_at(column + half * 4 + i, unit)] = unit_of(upper[i], lower[i]);
+            }
+        }
+    } else if constexpr (OUT == 2) {
+#pragma unroll
+        for (u32 i = 0; i < PATCH; i++) {
+            u32 pair[4];
+#pragma unroll
+            for (u32 r = 0; r < 4; r++) {
+                const u32 first = rows[2 * r][i / 2], second = rows[2 * r + 1][i / 2];
+                pair[r] = i % 2 ? bytes_of<2, 3, 6, 7>(first, second) : bytes_of<0, 1, 4, 5>(first, second);
+            }
+            tile[unit_at(column + i, unit)] = unit_of(pair[0], pair[1]);
+            tile[unit_at(column + i, unit + 1)] = unit_of(pair[2], pair[3]);
+        }
+    } else {
+#pragma unroll
+        for (u32 i = 0; i < PATCH; i++) {
+#pragma unroll
+            for (u32 r = 0; r < 4; r++) {
+                tile[unit_at(column + i, unit + r)] = unit_of(rows[2 * r][i], rows[2 * r + 1][i]);
+            }
+        }
+    }
+}
+
+// 8 bytes of a column from byte `at` on, which lies in the column; what follows the column is anything.
+DEVICE u64 bytes_at(const u64* tile, u32 column, u32 at) {
+    const u32 unit = at / 8, shift = at % 8 * 8;
+    const u64 low = tile[unit_at(column, unit)];
+    if (shift == 0) {
+        return low;
+    }
+    const u64 high = unit + 1 < UNITS ? tile[unit_at(column, unit + 1)] : 0;
+    return low >> shift | high << (64 - shift);
+}
+
+// Bytes `first` to `end` of a column to `to` + first, in the widest pieces that the address takes.
+DEVICE void store_edge(u8* to, const u64* tile, u32 column, u32 first, u32 end) {
+    while (first < end) {
+        const u64 value = bytes_at(tile, column, first);
+        const u64 address = (u64)(to + first);
+        const u32 left = end - first;
+        if (address % 8 == 0 && left >= 8) {
+            *(u64*)(to + first) = value;
+            first += 8;
+        } else if (address % 4 == 0 && left >= 4) {
+            *(u32*)(to + first) = (u32)value;
+            first += 4;
+        } else if (address % 2 == 0 && left >= 2) {
+            *(u16*)(to + first) = (u16)value;
+            first += 2;
+        } else {
+            to[first] = (u8)value;
+            first += 1;
+        }
+    }
+}
+
+// Stores the columns of the tile, `num_rows` elements each, `stride` bytes apart. All threads take part.
+DEVICE void store_columns(u8* to, u64 stride, const u64* tile, u32 num_rows, u32 num_columns) {
+    const u32 thread = thread_idx(), length = num_rows * OUT;
+    if ((((u64)to | stride | length) & 15) == 0) {
+        // Vectors of all columns one after the other; the first threads of a warp start at a boundary of 128 bytes (derived: a line of the cache) when
+        // the columns lie one behind the other.
+        const u32 num_vectors = length / 16, shift = (u32)((u64)to / 16) % 8;
+        const u32 start = thread < shift ? thread + NUM_THREADS - shift : thread - shift;
+        const u32 columns_on = NUM_THREADS / num_vectors, vectors_on = NUM_THREADS % num_vectors;
+        u32 column = start / num_vectors, vector = start % num_vectors;
+        while (column < num_columns) {
+            // Two units side by side, in either order.
+            const u32 unit = unit_at(column, vector * 2);
+            const Vec16 pair = *(const Vec16*)(tile + unit / 2 * 2);
+            const bool is_swapped = unit % 2 != 0;
+            const Vec16 ordered = {is_swapped ? pair.word[2] : pair.word[0], is_swapped ? pair.word[3] : pair.word[1],
+                                   is_swapped ? pair.word[0] : pair.word[2], is_swapped ? pair.word[1] : pair.word[3]};
+            store_streaming((Vec16*)(to + column * stride + vector * 16), ordered);
+            column += columns_on;
+            vector += vectors_on;
+            if (vector >= num_vectors) {
+                vector -= num_vectors;
+                column++;
+            }
+        }
+        return;
+    }
+    // Vectors at boundaries of 16 bytes of the destination, one more than a column has: whole ones at once, the ends in pieces.
+    const u32 num_vectors = (length + 15) / 16 + 1;
+    for (u32 i = thread; i < num_vectors * num_columns; i += NUM_THREADS) {
+        const u32 column = i / num_vectors, vector = i % num_vectors;
+        u8* const start = to + column * stride;
+        const u32 before = (u64)start & 15; // bytes of the first vector that are not the column's
+        const u32 first = vector == 0 ? 0 : vector * 16 - before;
+        const u32 end = vector * 16 + 16 - before < length ? vector * 16 + 16 - before : length;
+        if (first + 16 == end) {
+            const u64 low = bytes_at(tile, column, first), high = bytes_at(tile, column, first + 8);
+            store_streaming((Vec16*)(start + first), Vec16{(u32)low, (u32)(low >> 32), (u32)high, (u32)(high >> 32)});
+        } else {
+            store_edge(start, tile, column, first, end);
+        }
+    }
+}
+
+// The greatest magnitude of the block, in thread 0; `scratch` has a word for each group of 32 lanes. All threads take part.
+DEVICE u32 greatest_of_block(u32 bits, u32* scratch) {
+    bits = greatest_of_group(bits);
+    if (thread_idx() % 32 == 0) {
+        scratch[thread_idx() / 32] = bits;
+    }
+    block_barrier();
+    if (thread_idx() == 0) {
+        for (u32 i = 1; i < NUM_GROUPS; i++) {
+            bits = scratch[i] > bits ? scratch[i] : bits;
+        }
+    }
+    return bits;
+}

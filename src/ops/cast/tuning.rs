@@ -1,0 +1,67 @@
+//! How the kernels' constants follow from types.
+#![forbid(unsafe_code)]
+
+use crate::tensor::DType;
+
+/// What a block casts at once: constants of the kernels by the same names.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub(super) struct Tile {
+    pub(super) rows: u16,
+    pub(super) columns: u16,
+    /// Tiles of a part, one below the other.
+    pub(super) down: u16,
+    /// Blocks that a multiprocessor holds.
+    pub(super) blocks: u16,
+}
+
+/// Rows and columns of a patch (spec: kernels).
+pub(super) const PATCH: usize = 8;
+
+impl Tile {
+    pub(super) fn threads(self) -> u32 {
+        u32::from(self.rows) * u32::from(self.columns) / (PATCH * PATCH) as u32
+    }
+
+    /// Rows of a part.
+    pub(super) fn part_rows(self) -> usize {
+        usize::from(self.rows) * usize::from(self.down)
+    }
+
+    pub(super) fn smem_bytes(self, to: DType) -> u32 {
+        (self.part_rows() * usize::from(self.columns) * to.size()) as u32
+    }
+
+    /// Registers of a thread that let the blocks fit (spec: 65536 of a multiprocessor, 255 of a thread, handed out in eights).
+    pub(super) fn max_registers(self) -> u32 {
+        (65536 / (self.threads() * u32::from(self.blocks)) / 8 * 8).min(255)
+    }
+}
+
+/// The tile of one scale a matrix (docs/cast.md has what was measured: H200, bf16 to e4m3).
+pub(super) fn tile(from: DType, to: DType) -> Tile {
+    match (from.size(), to.size()) {
+        (2, 1) => Tile { rows: 128, columns: 256, down: 3, blocks: 2 },
+        // Twice the registers of input; the shared tile of the wider outputs as large in bytes.
+        (_, 1) => Tile { rows: 128, columns: 128, down: 2, blocks: 2 },
+        (_, 2) => Tile { rows: 64, columns: 128, down: 2, blocks: 2 },
+        _ => Tile { rows: 64, columns: 128, down: 1, blocks: 2 },
+    }
+}
+
+/// Dynamic shared memory of a block where it is scarce, below which a kernel is for every architecture (spec: 64 KiB on gfx942 and RDNA, of which the
+/// kernels' own variables take a little).
+pub(super) const AMD_SMEM_BYTES: u32 = 60 << 10;
+
+/// A tile for what has 64 KiB of shared memory in a block.
+pub(super) fn tile_amd(from: DType, to: DType) -> Tile {
+    Tile { columns: 128, down: 1, ..tile(from, to) }
+}
+
+/// The tile of block scales: whole blocks of every kind, its input in registers until the scales are known.
+pub(super) fn block_tile(from: DType) -> Tile {
+    Tile { rows: 128, columns: 128, down: 1, blocks: if from == DType::F32 { 1 } else { 2 } }
+}
+
+/// Matrices that the parameters of a list's launch hold: the smallest of these that suffices (256: at most 32 KiB of parameters, spec: CUDA 12.1; the
+/// others keep small lists cheap, arbitrary).
+pub(super) const LIST_SIZES: [usize; 3] = [8, 64, 256];
