@@ -71,6 +71,8 @@ pub(super) struct Shape {
     pub(super) num_tokens: usize,
     pub(super) k: usize,
     pub(super) n: usize,
+    /// Every row is whole vectors at addresses that 16-byte accesses take.
+    pub(super) aligned: bool,
 }
 
 /// The mapping of a call, and the blocks among which the columns of a row are split.
@@ -106,12 +108,16 @@ fn max_kept_vectors(kind: Kind) -> usize {
 }
 
 fn of_dot(limits: &Limits, shape: &Shape) -> Mapping {
-    let &Shape { types: [x, w, _], num_tokens, k, .. } = shape;
+    let &Shape { kind, types: [x, w, s], num_tokens, k, aligned, .. } = shape;
+    // What is held beside x and w: a vector of s, and of what `out` was. Elements that are taken one by one cost more addresses and predicates (16: measured,
+    // without it the kernels of 1024 threads spill).
+    let of_rows = if kind.has_rows() { 2 * s.size() * if kind == Kind::GateMulAdd { 2 } else { 1 } } else { 0 };
+    let held = of_rows + if aligned { 0 } else { 16 };
     // Elements of one lane, so that a row's lanes hold it at once: at most what the registers of the threads of a block hold.
     let with = |teams: usize, cluster: usize| {
         let (threads, lanes) = (teams * LANES, teams * LANES * cluster);
         let registers = (NVIDIA_REGISTERS / threads).min(255); // spec (CUDA): 255 for one thread
-        let elements = k.div_ceil(lanes).next_power_of_two().clamp(EIGHT, elements_that_fit(registers, x.size() + w.size()));
+        let elements = k.div_ceil(lanes).next_power_of_two().clamp(EIGHT, elements_that_fit(registers - held, x.size() + w.size()));
         Mapping {
             teams_per_row: teams as u16,
             rows_per_block: 1,
@@ -253,7 +259,7 @@ mod tests {
             for (kind, types) in KINDS.into_iter().flat_map(|kind| TYPES.map(|types| (kind, types))) {
                 for (num_tokens, k) in [1, 2, 16, 17, 132, 264, 265, 4096].into_iter().flat_map(|t| sizes.map(|k| (t, k))) {
                     for n in sizes {
-                        let shape = Shape { kind, types, num_tokens, k, n };
+                        let shape = Shape { kind, types, num_tokens, k, n, aligned: k % 8 == 0 && n % 8 == 0 };
                         let (mapping, num_column_blocks) = choose(&limits, &shape);
                         let Mapping { teams_per_row, rows_per_block, elements_per_lane, cluster, kept_vectors, one_pass } = mapping;
                         let context = format!("{shape:?} {mapping:?} {num_column_blocks}");
@@ -287,7 +293,7 @@ mod tests {
         let limits = Limits { num_sms: 132, has_clusters: true };
         for (kind, types) in KINDS.into_iter().flat_map(|kind| TYPES.map(|types| (kind, types))) {
             for (k, n) in [(40, 264), (2048, 2048), (2048, 5000), (20000, 2048), (140_000, 64)] {
-                let mapping = |num_tokens| choose(&limits, &Shape { kind, types, num_tokens, k, n }).0;
+                let mapping = |num_tokens| choose(&limits, &Shape { kind, types, num_tokens, k, n, aligned: true }).0;
                 let known: Vec<_> = classes_of_tokens(&limits).map(mapping).collect();
                 for num_tokens in (1..600).chain([1000, 4096, 1 << 20]) {
                     assert!(known.contains(&mapping(num_tokens)), "{num_tokens} tokens, {kind:?} {types:?} {k} {n}");
