@@ -130,7 +130,7 @@ fn of_dot(limits: &Limits, shape: &Shape) -> Mapping {
     // Values of w that the row has, as the binary tree over them sees it.
     let num_w = k.div_ceil(LANES * EIGHT).next_power_of_two().clamp(1, NUM_W);
     let is_large = num_tokens > LARGE_PER_SM * limits.num_sms;
-    if num_w <= if is_large { ONE_TEAM } else { 1 } {
+    if num_w <= if is_large && !kind.has_rows() { ONE_TEAM } else { 1 } {
         return Mapping { rows_per_block: if is_large { ROWS } else { 1 }, ..with(1, 1) };
     }
     if k > CLUSTER_ABOVE && limits.has_clusters && num_tokens * CLUSTER <= limits.num_sms {
@@ -149,8 +149,8 @@ const LARGE_PER_SM: usize = 2;
 const CLUSTER: usize = 8;
 /// K above which a cluster serves a row.
 const CLUSTER_ABOVE: usize = 16384;
-/// Values of w up to which one team serves a row when there are many (measured on an H200, T = 4096, in us: K = 1024 with a block a row 5.8, which is the rate
-/// at which blocks start; K = 2048 5.7 with four teams and 5.8 with one).
+/// Values of w up to which one team serves a row when there are many and no rows to multiply (measured on an H200, T = 4096, in us: K = 1024 with a block a row
+/// 5.8, which is the rate at which blocks start, with a team a row 3.4; K = 2048 5.8 with four teams and with one; gate_mul of K = N = 1024 7.8 with both).
 const ONE_TEAM: usize = 4;
 /// Rows of a block where a row has one team (arbitrary: 256 threads).
 pub(super) const ROWS: u16 = 8;
