@@ -4,7 +4,7 @@
 //            [T, ROUTE_BYTES] as they travel, counts [WORLD, NUM_WORDS]; bank: BankHead. Words: layout.cuh.
 // Work       a grid of 1 to MAX_BLOCKS cooperative blocks, each a run of tokens, a thread per token; block 0 talks to the peers.
 // Shared     totals by warp and by block, the count matrix: struct Shared.
-// Sync       counts: the posting threads of block 0 fence at entry (nothing that this kernel does is released by these words, only what came before
+// Sync       counts: the posting threads of block 0 release at entry (nothing that this kernel does is released by these words, only what came before
 //            it), then store; pairs with the acquiring polls of every peer (2, 3). blocks: words tagged with the epoch, released by nothing.
 // Requires   T <= max_tokens or the refusal path; SMALL: one block, T <= TILE (half the code, all of it in use: 0.5 us); THREADS a multiple of WARP; the kernel before this one in the stream has ended (waited for).
 
