@@ -318,7 +318,7 @@ impl Call {
         let weights_at_once = self.weights_at_once && aligned;
         let with_options = self.parameters.flags != 0 || !aligned || kind.is_backward();
         let limits = Limits::of(cuda.device());
-        let shape = tuning::Shape { kind, types, num_tokens, k: self.parameters.k as usize, n: self.n };
+        let shape = tuning::Shape { kind, types, num_tokens, k: self.parameters.k as usize, n: self.n, aligned };
         let (mapping, num_column_blocks) = tuning::choose(&limits, &shape);
         let num_row_blocks = num_tokens.div_ceil(mapping.rows_per_block as usize) * mapping.cluster as usize;
         // spec (CUDA): blocks along x.
@@ -367,7 +367,7 @@ fn load(cuda: &Cuda, kind: Kind, types: [DType; 3], (k, n): (usize, usize)) -> R
     let is_whole = |columns: usize| columns.is_multiple_of(8); // elements of a vector
     let aligned = (kind == Kind::SigmoidMul || is_whole(k)) && (!kind.has_rows() || is_whole(n));
     for num_tokens in tuning::classes_of_tokens(&limits) {
-        let (mapping, _) = tuning::choose(&limits, &tuning::Shape { kind, types, num_tokens, k, n });
+        let (mapping, _) = tuning::choose(&limits, &tuning::Shape { kind, types, num_tokens, k, n, aligned });
         for (weights_at_once, with_options) in [(true, true), (true, false), (false, true), (false, false)] {
             let is_used = if aligned {
                 // Only a programmatic launch can be too early, and only for weights.
@@ -391,10 +391,12 @@ pub(super) fn shipped() -> Vec<Variant> {
     let none = Limits { has_clusters: false, ..clusters };
     let mut all: Vec<Variant> = Vec::new();
     let mut add = |limits: &Limits, kind: Kind, types: [DType; 3], (num_tokens, k, n): (usize, usize, usize), change: fn(&mut Variant)| {
-        let (mapping, _) = tuning::choose(limits, &tuning::Shape { kind, types, num_tokens, k, n });
         let (weights_at_once, with_options) = (kind != Kind::PairDot, kind.is_backward());
+        let shape = tuning::Shape { kind, types, num_tokens, k, n, aligned: true };
+        let (mapping, _) = tuning::choose(limits, &shape);
         let mut variant = Variant { form: kind, types, mapping, aligned: true, weights_at_once, with_options };
         change(&mut variant);
+        (variant.mapping, _) = tuning::choose(limits, &tuning::Shape { aligned: variant.aligned, ..shape });
         if !all.contains(&variant) {
             all.push(variant);
         }

@@ -264,15 +264,15 @@ KERNEL(THREADS) gate(PARAMETERS(Parameters) p) {
 #pragma unroll
         for (int v = 0; v < NUM_KEPT; v++) load_columns(column(v), s[v], before[v]);
     }
-    if constexpr (HAS_DOT) {
-        // Everything is on its way before anything is used: without a branch arithmetic would be put between the loads and wait there. No launch
-        // takes it: the host chose ONE_PASS by the same comparison.
+    // Everything is on its way before anything is used: without a branch arithmetic would be put between the loads and wait there. No launch takes it:
+    // the host chose ONE_PASS by the same comparison. Measured (docs/gate.md): up to two vectors that are there early are better left to the compiler.
+    if constexpr (HAS_DOT && (VECTORS * BATCH > 2 || !WEIGHTS_AT_ONCE || FORM == GATE_MUL_ADD)) {
         if ((k <= BATCH * PASS) != ONE_PASS) return;
     }
-    // What the branch does not hold back is held back by an operand: the address and the number of the columns, of whose highest bits (spec: an
-    // address has 57 at most; Requires) zero is made.
+    // What no branch holds back is held back by an operand: the address of the columns (and their number where there are two loads), of whose
+    // highest bits (spec: an address has 57 at most; Requires) zero is made.
     if constexpr (HAS_DOT && HAS_ROWS) {
-        const u32 zero = (u32)((u64)s_at >> 60) | end >> 31;
+        const u32 zero = (u32)((u64)s_at >> 60) | (FORM == GATE_MUL_ADD ? end >> 31 : 0);
 #pragma unroll
         for (int b = 0; b < BATCH; b++) {
 #pragma unroll

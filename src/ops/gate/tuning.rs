@@ -71,6 +71,8 @@ pub(super) struct Shape {
     pub(super) num_tokens: usize,
     pub(super) k: usize,
     pub(super) n: usize,
+    /// Every row is whole vectors at addresses that 16-byte accesses take.
+    pub(super) aligned: bool,
 }
 
 /// The mapping of a call, and the blocks among which the columns of a row are split.
@@ -91,10 +93,9 @@ pub(super) fn choose(limits: &Limits, shape: &Shape) -> (Mapping, u32) {
 }
 
 /// Numbers of tokens, one at least of each class that [`choose`] tells apart.
-pub(super) fn classes_of_tokens(limits: &Limits) -> impl Iterator<Item = usize> + use<> {
-    // Every class ends at a multiple of what a device holds divided by a power of two, or above all of them.
-    let num_sms = limits.num_sms;
-    (1..=num_sms).chain([num_sms + 1, LARGE_PER_SM * num_sms, LARGE_PER_SM * num_sms + 1])
+pub(super) fn classes_of_tokens(limits: &Limits) -> std::ops::RangeInclusive<usize> {
+    // Above, there is a block for each SM whatever the mapping.
+    1..=usize::from(ROWS).max(LARGE_PER_SM) * limits.num_sms + 1
 }
 
 /// Blocks among which the columns of a row are split at most: each makes the same gate again (arbitrary; a row of 64 passes is long).
@@ -107,12 +108,16 @@ fn max_kept_vectors(kind: Kind) -> usize {
 }
 
 fn of_dot(limits: &Limits, shape: &Shape) -> Mapping {
-    let &Shape { types: [x, w, _], num_tokens, k, .. } = shape;
+    let &Shape { kind, types: [x, w, s], num_tokens, k, aligned, .. } = shape;
+    // What is held beside x and w: a vector of s, and of what `out` was. Elements that are taken one by one cost more addresses and predicates (16: measured,
+    // without it the kernels of 1024 threads spill).
+    let of_rows = if kind.has_rows() { 2 * s.size() * if kind == Kind::GateMulAdd { 2 } else { 1 } } else { 0 };
+    let held = of_rows + if aligned { 0 } else { 16 };
     // Elements of one lane, so that a row's lanes hold it at once: at most what the registers of the threads of a block hold.
     let with = |teams: usize, cluster: usize| {
         let (threads, lanes) = (teams * LANES, teams * LANES * cluster);
         let registers = (NVIDIA_REGISTERS / threads).min(255); // spec (CUDA): 255 for one thread
-        let elements = k.div_ceil(lanes).next_power_of_two().clamp(EIGHT, elements_that_fit(registers, x.size() + w.size()));
+        let elements = k.div_ceil(lanes).next_power_of_two().clamp(EIGHT, elements_that_fit(registers - held, x.size() + w.size()));
         Mapping {
             teams_per_row: teams as u16,
             rows_per_block: 1,
@@ -125,7 +130,7 @@ fn of_dot(limits: &Limits, shape: &Shape) -> Mapping {
     // Values of w that the row has, as the binary tree over them sees it.
     let num_w = k.div_ceil(LANES * EIGHT).next_power_of_two().clamp(1, NUM_W);
     let is_large = num_tokens > LARGE_PER_SM * limits.num_sms;
-    if num_w <= if is_large { ONE_TEAM } else { 1 } {
+    if num_w <= if is_large && !kind.has_rows() { ONE_TEAM } else { 1 } {
         return Mapping { rows_per_block: if is_large { ROWS } else { 1 }, ..with(1, 1) };
     }
     if k > CLUSTER_ABOVE && limits.has_clusters && num_tokens * CLUSTER <= limits.num_sms {
@@ -144,8 +149,8 @@ const LARGE_PER_SM: usize = 2;
 const CLUSTER: usize = 8;
 /// K above which a cluster serves a row.
 const CLUSTER_ABOVE: usize = 16384;
-/// Values of w up to which one team serves a row when there are many (measured on an H200, T = 4096, in us: K = 1024 with a block a row 5.8, which is the rate
-/// at which blocks start; K = 2048 5.7 with four teams and 5.8 with one).
+/// Values of w up to which one team serves a row when there are many and no rows to multiply (measured on an H200, T = 4096, in us: K = 1024 with a block a row
+/// 5.8, which is the rate at which blocks start, with a team a row 3.4; K = 2048 5.8 with four teams and with one; gate_mul of K = N = 1024 7.8 with both).
 const ONE_TEAM: usize = 4;
 /// Rows of a block where a row has one team (arbitrary: 256 threads).
 pub(super) const ROWS: u16 = 8;
@@ -254,7 +259,7 @@ mod tests {
             for (kind, types) in KINDS.into_iter().flat_map(|kind| TYPES.map(|types| (kind, types))) {
                 for (num_tokens, k) in [1, 2, 16, 17, 132, 264, 265, 4096].into_iter().flat_map(|t| sizes.map(|k| (t, k))) {
                     for n in sizes {
-                        let shape = Shape { kind, types, num_tokens, k, n };
+                        let shape = Shape { kind, types, num_tokens, k, n, aligned: k % 8 == 0 && n % 8 == 0 };
                         let (mapping, num_column_blocks) = choose(&limits, &shape);
                         let Mapping { teams_per_row, rows_per_block, elements_per_lane, cluster, kept_vectors, one_pass } = mapping;
                         let context = format!("{shape:?} {mapping:?} {num_column_blocks}");
@@ -266,7 +271,7 @@ mod tests {
                         assert!(cluster == 1 || has_clusters, "{context}");
                         // Spec (CUDA): blocks along y.
                         assert!((1..=65535).contains(&num_column_blocks), "{context}");
-                        assert!(n / (num_column_blocks as usize) < 1 << 31, "{context}");
+                        assert!(!kind.has_rows() || n / (num_column_blocks as usize) < 1 << 31, "{context}");
                         if kind.has_dot() {
                             // What kernel.cu derives.
                             let vectors = (elements / EIGHT).min(NUM_W / (teams * cluster as usize));
@@ -288,7 +293,7 @@ mod tests {
         let limits = Limits { num_sms: 132, has_clusters: true };
         for (kind, types) in KINDS.into_iter().flat_map(|kind| TYPES.map(|types| (kind, types))) {
             for (k, n) in [(40, 264), (2048, 2048), (2048, 5000), (20000, 2048), (140_000, 64)] {
-                let mapping = |num_tokens| choose(&limits, &Shape { kind, types, num_tokens, k, n }).0;
+                let mapping = |num_tokens| choose(&limits, &Shape { kind, types, num_tokens, k, n, aligned: true }).0;
                 let known: Vec<_> = classes_of_tokens(&limits).map(mapping).collect();
                 for num_tokens in (1..600).chain([1000, 4096, 1 << 20]) {
                     assert!(known.contains(&mapping(num_tokens)), "{num_tokens} tokens, {kind:?} {types:?} {k} {n}");

@@ -87,7 +87,8 @@ pub(super) fn gate_backward(cuda: &Cuda, call: GateBackward<'_, Cuda>) -> Result
         return Ok(());
     }
     let x = gates.x;
-    let k = if dw.is_some() { x.row_bytes / x.dtype.size() } else { 0 };
+    // Of w: without tokens x has no row that would tell.
+    let k = if dw.is_some() { gates.w.row_bytes / gates.w.dtype.size() } else { 0 };
     let spec = TokenSums {
         x: x.dtype,
         dw: dw.as_ref().map_or(x.dtype, |dw| dw.dtype),
