@@ -9,7 +9,7 @@
 //!     let report = compilers.report(program, &arch)?;
 //!     println!("{}: {} registers, {:?}", report.kernel, report.resources.registers, report.faults);
 //! }
-//! # moe_kernels::Result::Ok(())
+//! # Ok::<(), moe_kernels::Error>(())
 //! ```
 #![forbid(unsafe_code)]
 
@@ -35,8 +35,13 @@ pub use table::{cells, difference, markdown};
 
 /// Every kernel with every set of constants that is shipped, by operation, then those of the benchmarks.
 pub fn catalogue() -> Vec<Program> {
-    let all: [fn() -> Vec<Program>; 4] =
-        [ops::gate::programs, ops::cast::programs, || CeilingSpec::ALL.iter().map(Spec::program).collect(), super::plain::programs];
+    let all: &[fn() -> Vec<Program>] = &[
+        ops::gate::programs,
+        #[cfg(feature = "cuda-cast")]
+        ops::cast::programs,
+        || CeilingSpec::ALL.iter().map(Spec::program).collect(),
+        super::plain::programs,
+    ];
     all.iter().flat_map(|programs| programs()).collect()
 }
 
