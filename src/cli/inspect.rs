@@ -247,8 +247,16 @@ mod tests {
 
     #[test]
     fn a_fault_is_named_with_kernel_and_architecture() {
-        let resources =
-            Resources { registers: 65, scalar_registers: None, spills: 4, stack_bytes: 0, static_smem_bytes: 0, code_bytes: 1, lanes: 32 };
+        let resources = Resources {
+            registers: 65,
+            scalar_registers: None,
+            spills: 4,
+            scalar_spills: 0,
+            stack_bytes: 0,
+            static_smem_bytes: 0,
+            code_bytes: 1,
+            lanes: 32,
+        };
         let report = Report::new(&program("gate bf16"), &Arch::from_name("sm_90a").unwrap(), resources);
         assert_eq!(faults(&report), ["gate bf16 for sm_90a: 4 bytes spilled", "gate bf16 for sm_90a: 65 registers, at most 64"]);
     }

@@ -1,17 +1,18 @@
 //! `moe bench gate`: the shared expert's gate at every size, beside what it replaces.
 #![forbid(unsafe_code)]
 
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use moe_kernels::gpu::{Blas, Device, Stream};
 use moe_kernels::measure::ceiling::{self, EmptyLaunch};
 use moe_kernels::measure::timing::{Replay, eager, host_cost};
 use moe_kernels::measure::{Arm, Cooldown, Environment, IdleReport, Statistics, idle, processes, rounds};
 use moe_kernels::{DType, Error, Result};
+use rayon::prelude::*;
 use serde_json::{Map, Value};
 
 use super::gate_arms::{Form, Inputs, Size, Way};
-use super::{Common, Json, environment};
+use super::{Common, Json, environment, note};
 use crate::output::{Output, Progress};
 
 /// Options of `moe bench gate`.
@@ -25,25 +26,32 @@ pub struct Arguments {
     /// Processes that measure everything anew; figures are medians of their medians
     #[arg(long, value_name = "N", default_value_t = 5, value_parser = clap::value_parser!(u8).range(1..=99))]
     processes: u8,
+    /// Start no further process that would not end within this time
+    #[arg(long, value_name = "SECONDS", default_value_t = 600)]
+    seconds: u64,
     /// This is one of those processes: it prints JSON lines
     #[arg(long, hide = true)]
     process: Option<usize>,
+    /// Which of them; the ways are timed in reversed order in every second one
+    #[arg(long, hide = true, default_value_t = 0)]
+    turn: usize,
+    /// It only compiles the kernels
+    #[arg(long, hide = true)]
+    compile: bool,
 }
 
 /// Calls in a graph, and replays: as in the recorded probes.
 const NUM_NODES: usize = 200;
 /// The same for calls of many tokens, which take long enough (arbitrary).
 const NUM_NODES_LARGE: usize = 48;
-/// Rounds in which all ways take turns, and replays of each in a round: 25 samples.
-const NUM_ROUNDS: usize = 5;
+/// Rounds in which all ways take turns, and replays of each in a round: 15 samples.
+const NUM_ROUNDS: usize = 3;
 /// See [`NUM_ROUNDS`].
 const NUM_REPLAYS: usize = 5;
-/// Launches in a row for the cost of the host (derived: 4 launches a call at most stay below `timing::MAX_QUEUED`).
-const NUM_HOST_CALLS: usize = 60;
+/// Launches in a row for the cost of the host (derived: 4 launches a call at most stay below `timing::MAX_QUEUED`; 40 use every tensor once).
+const NUM_HOST_CALLS: usize = 40;
 /// Samples of the eager time and of the host's (arbitrary: an odd number has a middle).
-const NUM_SAMPLES: usize = 25;
-/// One process takes about 15 seconds on an H200; a slower GPU and a cold cache may take longer (arbitrary).
-const BOUND: Duration = Duration::from_secs(600);
+const NUM_SAMPLES: usize = 9;
 
 /// What a line of a process is about.
 const KEYS: [&str; 6] = ["form", "dtype", "t", "k", "n", "way"];
@@ -90,18 +98,46 @@ struct Record {
 
 /// Measures in processes of its own and prints the tables; `false` when a result was wrong.
 pub fn bench(arguments: &Arguments, output: &mut Output) -> Result<bool> {
-    if let Some(process) = arguments.process {
-        return measure(arguments, process, output).map(|()| true);
+    if arguments.process.is_some() {
+        return if arguments.compile { compile(arguments) } else { measure(arguments, output) }.map(|()| true);
     }
     let json = Json::create(arguments.common.json.as_deref())?;
     // Before any process opens the device: afterwards it would be one of its users.
     let idle = idle::check(arguments.common.device, arguments.common.allow_busy)?;
+    let start = Instant::now();
     let num_processes = if arguments.quick { 1 } else { usize::from(arguments.processes) };
-    let progress = Progress::new(1, format!("measuring in {num_processes} processes"));
+    let progress = Progress::new(num_processes + 1, "compiling");
     let mut options = vec!["bench".to_owned(), "gate".into(), format!("--device={}", arguments.common.device)];
     options.extend(arguments.quick.then(|| "--quick".into()));
-    let mut all = processes::run(num_processes, &options, BOUND)?;
+    let limit = Duration::from_secs(arguments.seconds);
+    let left = || limit.saturating_sub(start.elapsed());
+    processes::run(1, &[&options[..], &["--compile".into()]].concat(), left())?;
+    progress.step();
+    progress.message("measuring");
+    progress.suspend(|| note(format_args!("compiled after {:.1} s", start.elapsed().as_secs_f64())));
+    let (mut all, mut longest, mut failure) = (Vec::new(), Duration::ZERO, None);
+    for turn in 0..num_processes {
+        // With a tenth more than the longest so far.
+        if turn > 0 && left() < longest * 11 / 10 {
+            progress.suspend(|| note(format_args!("{turn} of {num_processes} processes fit into {} s", arguments.seconds)));
+            break;
+        }
+        let begun = Instant::now();
+        match processes::run(1, &[&options[..], &[format!("--turn={turn}")]].concat(), left()) {
+            Ok(lines) => all.extend(lines),
+            // What the others measured is worth keeping.
+            Err(error) if turn > 0 => {
+                failure = Some(error);
+                break;
+            }
+            Err(error) => return Err(error),
+        }
+        longest = longest.max(begun.elapsed());
+        progress.suspend(|| note(format_args!("process {} of {num_processes} took {:.1} s", turn + 1, begun.elapsed().as_secs_f64())));
+        progress.step();
+    }
     drop(progress);
+    let num_processes = all.len();
     let mut wrong = Vec::new();
     for lines in &mut all {
         wrong.extend(lines.iter().filter_map(|line| Some(line.get("wrong")?.as_str()?.to_owned())));
@@ -126,7 +162,7 @@ pub fn bench(arguments: &Arguments, output: &mut Output) -> Result<bool> {
         results,
         wrong,
     })?;
-    Ok(is_right)
+    failure.map_or(Ok(is_right), Err)
 }
 
 /// Statistics over the processes, one map for each size and way.
@@ -169,8 +205,14 @@ fn sizes(is_quick: bool) -> Vec<Size> {
     sizes
 }
 
+/// Compiles what the others load: different kernels at the same time.
+fn compile(arguments: &Arguments) -> Result<()> {
+    let device = Device::open(arguments.common.device)?;
+    sizes(arguments.quick).par_iter().try_for_each(|&size| Inputs::load(&device, size))
+}
+
 /// One process: a JSON line for each size and way, or for a wrong result.
-fn measure(arguments: &Arguments, process: usize, output: &mut Output) -> Result<()> {
+fn measure(arguments: &Arguments, output: &mut Output) -> Result<()> {
     let stream = Stream::new(&Device::open(arguments.common.device)?)?;
     let blas = Blas::new(stream.device())?;
     let nothing = Size { form: Form::Gate, dtype: DType::BF16, t: 0, k: 0, n: 0 };
@@ -180,8 +222,9 @@ fn measure(arguments: &Arguments, process: usize, output: &mut Output) -> Result
     line(output, nothing, "empty programmatic", 1, [Some(programmatic_node), None, Some(programmatic_host_cost), None])?;
     for size in sizes(arguments.quick) {
         let inputs = Inputs::new(&stream, size)?;
-        measure_size(&inputs, &blas, size, processes::is_reversed(process), output)?;
-        if size.n > 0 {
+        measure_size(&inputs, &blas, size, processes::is_reversed(arguments.turn), output)?;
+        // The least and the most that is moved.
+        if size.n > 0 && (size.t == 1 || size.t == 4096) {
             let copy = ceiling::copy(&stream, size.moved_bytes())?;
             let ways = [copy.eager, copy.node, copy.streaming_kernel, copy.plain_kernel];
             let best = ways.into_iter().min_by(|a, b| a.median.total_cmp(&b.median));

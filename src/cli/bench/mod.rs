@@ -82,6 +82,12 @@ fn environment(common: &Common) -> (Environment, Option<String>) {
     (environment, cublaslt().map(|(major, minor, patch)| format!("cuBLASLt {major}.{minor}.{patch}")))
 }
 
+/// A line on stderr about how far the work is.
+fn note(text: impl std::fmt::Display) {
+    // With stderr gone there is nobody to tell.
+    let _ = writeln!(std::io::stderr().lock(), "{text}");
+}
+
 fn statistics(samples: &[f64]) -> Result<Statistics> {
     Statistics::of(samples).ok_or_else(|| Error::Invalid {
         op: "bench",

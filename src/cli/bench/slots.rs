@@ -5,9 +5,10 @@ use std::cell::{Ref, RefCell, RefMut};
 
 use half::{bf16, f16};
 use moe_kernels::gpu::{Buffer, Stream};
-use moe_kernels::random::SplitMix64;
+use moe_kernels::random::{SplitMix64, symmetric_f32};
 use moe_kernels::tensor::Layout;
 use moe_kernels::{DType, Result, TensorView, TensorViewMut};
+use rayon::prelude::*;
 
 /// Each tensor starts at a multiple of this (spec: what cuBLASLt's choice of a kernel assumes).
 const ALIGN: usize = 256;
@@ -21,7 +22,13 @@ pub struct Slots {
     layout: Layout,
     stride: usize,
     num: usize,
-    patterns: Vec<Vec<f32>>,
+    patterns: Vec<Pattern>,
+}
+
+/// Numbers, and their bytes in the type.
+struct Pattern {
+    values: Vec<f32>,
+    bytes: Vec<u8>,
 }
 
 impl Slots {
@@ -31,33 +38,42 @@ impl Slots {
         let num_elements: usize = shape.iter().product();
         let num_patterns = (MAX_PATTERN_ELEMENTS / num_elements.max(1)).clamp(2, num.max(2));
         let pattern = |stream: usize| {
-            let mut random = SplitMix64::stream(seed, stream as u64);
-            (0..num_elements).map(|_| rounded(dtype, random.next_f32() * scale)).collect()
+            let random = SplitMix64::stream(seed, stream as u64);
+            (0..num_elements).into_par_iter().map(|i| rounded(dtype, symmetric_f32(random.at(i as u64)) * scale)).collect()
         };
         Slots::new(stream, layout, num, (0..num_patterns).map(pattern).collect())
     }
 
     /// `num` tensors that hold the patterns in turn; their values are exact in the type.
     pub fn new(stream: &Stream, layout: Layout, num: usize, patterns: Vec<Vec<f32>>) -> Result<Self> {
-        let (dtype, num_patterns) = (layout.dtype(), patterns.len());
+        let pattern = |values: Vec<f32>| Pattern { bytes: bytes(layout.dtype(), &values), values };
+        let patterns: Vec<Pattern> = patterns.into_iter().map(pattern).collect();
         let stride = layout.extent_bytes().next_multiple_of(ALIGN);
         let slots = Slots { buffer: RefCell::new(Buffer::new(stream.device(), stride * num)?), layout, stride, num, patterns };
-        let bytes: Vec<Vec<u8>> = slots.patterns.iter().map(|pattern| bytes(dtype, pattern)).collect();
-        for slot in 0..num {
-            slots.buffer.borrow().upload(stream, slot * stride, &bytes[slot % num_patterns])?;
-        }
+        (0..num).try_for_each(|slot| slots.reset(stream, slot))?;
         Ok(slots)
+    }
+
+    /// `num` tensors that hold anything: for what is written before it is read.
+    pub fn scratch(stream: &Stream, dtype: DType, shape: &[usize], num: usize) -> Result<Self> {
+        let layout = Layout::contiguous("bench", dtype, shape)?;
+        let stride = layout.extent_bytes().next_multiple_of(ALIGN);
+        let buffer = RefCell::new(Buffer::new(stream.device(), stride * num)?);
+        Ok(Slots { buffer, layout, stride, num, patterns: vec![Pattern { values: Vec::new(), bytes: Vec::new() }] })
     }
 
     /// What slot `i`, modulo their number, holds at first.
     pub fn values(&self, i: usize) -> &[f32] {
+        &self.pattern(i).values
+    }
+
+    fn pattern(&self, i: usize) -> &Pattern {
         &self.patterns[i % self.num % self.patterns.len()]
     }
 
     /// Brings a slot back to what it held at first.
     pub fn reset(&self, stream: &Stream, i: usize) -> Result<()> {
-        let bytes = bytes(self.layout.dtype(), self.values(i));
-        self.buffer.borrow().upload(stream, i % self.num * self.stride, &bytes)
+        self.buffer.borrow().upload(stream, i % self.num * self.stride, &self.pattern(i).bytes)
     }
 
     /// Fills a slot with ones: NaN in every type.
@@ -135,19 +151,20 @@ pub fn rounded(dtype: DType, x: f32) -> f32 {
 
 /// Values as bytes of the type.
 pub fn bytes(dtype: DType, values: &[f32]) -> Vec<u8> {
+    let pairs = |narrow: fn(f32) -> [u8; 2]| values.par_iter().map(|&x| narrow(x)).collect::<Vec<_>>().into_flattened();
     match dtype {
-        DType::BF16 => values.iter().flat_map(|&x| bf16::from_f32(x).to_le_bytes()).collect(),
-        DType::F16 => values.iter().flat_map(|&x| f16::from_f32(x).to_le_bytes()).collect(),
+        DType::BF16 => pairs(|x| bf16::from_f32(x).to_le_bytes()),
+        DType::F16 => pairs(|x| f16::from_f32(x).to_le_bytes()),
         _ => values.iter().flat_map(|x| x.to_le_bytes()).collect(),
     }
 }
 
 /// Bytes of the type as values.
 pub fn values(dtype: DType, bytes: &[u8]) -> Vec<f32> {
-    let pairs = || bytes.chunks_exact(2).map(|pair| u16::from_le_bytes([pair[0], pair[1]]));
+    let pairs = |widen: fn([u8; 2]) -> f32| bytes.par_chunks_exact(2).map(|pair| widen([pair[0], pair[1]])).collect();
     match dtype {
-        DType::BF16 => pairs().map(|bits| bf16::from_bits(bits).to_f32()).collect(),
-        DType::F16 => pairs().map(|bits| f16::from_bits(bits).to_f32()).collect(),
+        DType::BF16 => pairs(|pair| bf16::from_le_bytes(pair).to_f32()),
+        DType::F16 => pairs(|pair| f16::from_le_bytes(pair).to_f32()),
         _ => bytes.chunks_exact(4).map(|word| f32::from_le_bytes([word[0], word[1], word[2], word[3]])).collect(),
     }
 }

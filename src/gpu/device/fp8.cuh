@@ -2,31 +2,6 @@
 //
 // To nearest even; saturates at the largest value (infinities too); NaN of either sign is 0x7F, FNUZ 0x80; FNUZ has no -0.
 
-struct e4m3 {
-    static constexpr u32 MANTISSA = 3, BIAS = 7, NAN_BITS = 0x7F; // spec: OCP FP8 E4M3
-    static constexpr bool FNUZ = false;
-    static constexpr float LARGEST_VALUE = 448.0f;
-    u8 bits;
-};
-struct e5m2 {
-    static constexpr u32 MANTISSA = 2, BIAS = 15, NAN_BITS = 0x7F; // spec: OCP FP8 E5M2
-    static constexpr bool FNUZ = false;
-    static constexpr float LARGEST_VALUE = 57344.0f;
-    u8 bits;
-};
-struct e4m3fnuz {
-    static constexpr u32 MANTISSA = 3, BIAS = 8, NAN_BITS = 0x80; // spec: FNUZ E4M3
-    static constexpr bool FNUZ = true;
-    static constexpr float LARGEST_VALUE = 240.0f;
-    u8 bits;
-};
-struct e5m2fnuz {
-    static constexpr u32 MANTISSA = 2, BIAS = 16, NAN_BITS = 0x80; // spec: FNUZ E5M2
-    static constexpr bool FNUZ = true;
-    static constexpr float LARGEST_VALUE = 57344.0f;
-    u8 bits;
-};
-
 // By integer arithmetic, on every architecture.
 template <class T> DEVICE u32 narrow_fp8_portable(float value) {
     constexpr u32 SHIFT = 23 - T::MANTISSA;              // spec: binary32 has 23 mantissa bits

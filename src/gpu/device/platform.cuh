@@ -21,13 +21,37 @@ using u64 = unsigned long long;
 using i32 = int;
 using i64 = long long;
 
-// The types of elements, by their names in Rust. `float.cuh` converts them.
+// The types of elements, by their names in Rust. `float.cuh` and `fp8.cuh` convert them. All stand here: a program's constants, which follow this file, name them.
 using f32 = float;
 struct f16 {
     u16 bits;
 };
 struct bf16 {
     u16 bits;
+};
+struct e4m3 {
+    static constexpr u32 MANTISSA = 3, BIAS = 7, NAN_BITS = 0x7F; // spec: OCP FP8 E4M3
+    static constexpr bool FNUZ = false;
+    static constexpr float LARGEST_VALUE = 448.0f;
+    u8 bits;
+};
+struct e5m2 {
+    static constexpr u32 MANTISSA = 2, BIAS = 15, NAN_BITS = 0x7F; // spec: OCP FP8 E5M2
+    static constexpr bool FNUZ = false;
+    static constexpr float LARGEST_VALUE = 57344.0f;
+    u8 bits;
+};
+struct e4m3fnuz {
+    static constexpr u32 MANTISSA = 3, BIAS = 8, NAN_BITS = 0x80; // spec: FNUZ E4M3
+    static constexpr bool FNUZ = true;
+    static constexpr float LARGEST_VALUE = 240.0f;
+    u8 bits;
+};
+struct e5m2fnuz {
+    static constexpr u32 MANTISSA = 2, BIAS = 16, NAN_BITS = 0x80; // spec: FNUZ E5M2
+    static constexpr bool FNUZ = true;
+    static constexpr float LARGEST_VALUE = 57344.0f;
+    u8 bits;
 };
 
 #if PLATFORM_AMD

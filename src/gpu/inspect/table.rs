@@ -15,7 +15,7 @@ memory, registers above the kernel's budget, or a block that does not fit in sha
 Compilers: {}.
 
 Registers of a thread with the most that the kernel may use; on AMD vector registers (with accumulation registers), whose budget is the NVIDIA one
-times the ratio of the register files, and scalar registers of a wave. Spills: bytes on NVIDIA, registers on AMD. Stack: bytes of local
+times the ratio of the register files, and scalar registers of a wave. Spills: bytes on NVIDIA, vector and scalar registers on AMD. Stack: bytes of local
 memory of a thread. Shared memory: static and dynamic bytes of a block. Code: bytes.
 
 | kernel | arch | registers | scalar | spills | stack | shared memory | code |
@@ -38,7 +38,10 @@ pub fn cells(report: &Report) -> [String; 8] {
         report.arch.clone(),
         format!("{} of {}", resources.registers, or_dash(report.max_registers)),
         or_dash(resources.scalar_registers),
-        resources.spills.to_string(),
+        match resources.scalar_spills {
+            0 => resources.spills.to_string(),
+            scalar => format!("{} + {scalar} scalar", resources.spills),
+        },
         resources.stack_bytes.to_string(),
         report.smem_bytes.to_string(),
         resources.code_bytes.to_string(),
@@ -80,7 +83,7 @@ mod tests {
     fn table(registers: u32) -> String {
         let on = |arch: &str, resources| Report::new(&program(64, 16), &Arch::from_name(arch).unwrap(), resources);
         let amd = Resources { registers, scalar_registers: Some(20), ..GOOD };
-        let reports = [on("sm_90a", GOOD), on("gfx950", amd), on("gfx1030", amd)];
+        let reports = [on("sm_90a", GOOD), on("gfx950", amd), on("gfx1030", Resources { spills: 2, scalar_spills: 3, ..amd })];
         markdown(&[(Vendor::Nvidia, "NVRTC 13.0.88".into()), (Vendor::Amd, "clang version 22.1.8".into())], &reports)
     }
 
@@ -91,7 +94,7 @@ mod tests {
         let want = [
             "| probe | sm_90a | 64 of 64 | - | 0 | 0 | 1040 | 100 |",
             "| probe | gfx950 | 80 of 128 | 20 | 0 | 0 | 1040 | 100 |",
-            "| probe | gfx1030 | 80 of - | 20 | 0 | 0 | 1040 | 100 |",
+            "| probe | gfx1030 | 80 of - | 20 | 2 + 3 scalar | 0 | 1040 | 100 |",
         ];
         assert_eq!(rows, want);
         assert!(text.contains("\nCompilers: NVIDIA: NVRTC 13.0.88; AMD: clang version 22.1.8.\n"), "{text}");
@@ -104,9 +107,9 @@ mod tests {
         assert_eq!(difference(&table(80), &table(80)), [""; 0]);
         let want = [
             "- | probe | gfx950 | 80 of 128 | 20 | 0 | 0 | 1040 | 100 |",
-            "- | probe | gfx1030 | 80 of - | 20 | 0 | 0 | 1040 | 100 |",
+            "- | probe | gfx1030 | 80 of - | 20 | 2 + 3 scalar | 0 | 1040 | 100 |",
             "+ | probe | gfx950 | 81 of 128 | 20 | 0 | 0 | 1040 | 100 |",
-            "+ | probe | gfx1030 | 81 of - | 20 | 0 | 0 | 1040 | 100 |",
+            "+ | probe | gfx1030 | 81 of - | 20 | 2 + 3 scalar | 0 | 1040 | 100 |",
         ];
         assert_eq!(difference(&table(80), &table(81)), want);
         let cases: [(&str, &str, &[&str]); 6] = [

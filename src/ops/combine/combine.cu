@@ -4,8 +4,8 @@
 //            [T, HIDDEN], 16-byte rows.
 // Work       a warp takes a part of a token, UNROLL vectors of the result a lane, from up to GROUP rows at a time. Every block waits, so the grid runs
 //            at once (cooperative), or is small enough to.
-// Shared     nothing.
-// Sync       ready: the first threads of block 0 fence at entry, then store to each peer (9): the rows were complete when the kernel before this one
+// Shared     the epoch.
+// Sync       ready: the last threads of block 0 release at entry, then store to each peer (9): the rows were complete when the kernel before this one
 //            ended; every block polls, acquiring (10). Pairs with the same lines of every peer.
 // Requires   the arrival of bank `me.bank` was filled and not combined since.
 
@@ -50,7 +50,7 @@ DEVICE void load_wired(Wired& w, const char* row, u32 at) {
     if constexpr (PIECE_WORDS % 4 == 0) {
 #pragma unroll
         for (u32 i = 0; 4 * i < PIECE_WORDS; i++) {
-            const Vec16 v = STREAM_ROWS ? load16_streaming(from + 16 * i) : load16_once(from + 16 * i);
+            const Vec16 v = load16_once(from + 16 * i);
 #pragma unroll
             for (u32 j = 0; j < 4; j++) w.word[4 * i + j] = v.word[j];
         }
