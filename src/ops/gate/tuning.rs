@@ -177,8 +177,8 @@ const fn elements_that_fit(registers: usize, bytes: usize) -> usize {
     if elements < EIGHT { EIGHT } else { 1 << elements.ilog2() }
 }
 
-/// Registers of a thread beside the elements that it holds: addresses, sums, predicates (measured: 14 to 31, docs/gate.md; 24 is what keeps the
-/// largest that fit free of spills on every architecture).
+/// Registers of a thread beside the elements that it holds: addresses, sums, predicates (measured, docs/gate.md: 24 is what keeps the largest that
+/// fit free of spills on every architecture).
 const OWN_REGISTERS: usize = 24;
 
 /// Registers that a mapping may use: what a block of its threads can have.
