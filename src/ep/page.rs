@@ -278,14 +278,31 @@ mod tests {
     /// As two processes would: each with its own lock, on one memory.
     #[test]
     fn one_of_two_failures_wins_for_both() {
-        for _ in 0..200 {
-            let memory = Arc::new(Symmetric::new(Page::num_bytes(2)).unwrap());
-            let results = [0, 1].map(|rank| {
-                let page = Page::new(memory.clone(), 2);
-                std::thread::spawn(move || (page.fail(Rank(rank), failure(FailureKind::Died, rank)), page.first()))
+        const NUM: usize = 5000; // arbitrary: a store in place of the exchange is found every time
+        let memory = Arc::new(Symmetric::new(Page::num_bytes(2)).unwrap());
+        let memories: Vec<_> = (0..NUM).map(|_| Arc::new(Symmetric::new(Page::num_bytes(2)).unwrap())).collect();
+        let steps = Page::new(memory, 2);
+        let results = std::thread::scope(|scope| {
+            let threads = [0, 1].map(|rank| {
+                let (steps, memories) = (&steps, &memories);
+                scope.spawn(move || {
+                    let fail = |(step, memory): (usize, &Arc<Symmetric>)| {
+                        let page = Page::new(memory.clone(), 2);
+                        // Both at the same time.
+                        steps.meet(rank, step as u64 + 1);
+                        while steps.num_meetings(1 - rank) <= step as u64 {
+                            std::hint::spin_loop();
+                        }
+                        page.fail(Rank(rank as u32), failure(FailureKind::Died, rank as u32))
+                    };
+                    memories.iter().enumerate().map(fail).collect::<Vec<_>>()
+                })
             });
-            let [(a, first_a), (b, first_b)] = results.map(|thread| thread.join().unwrap());
-            assert!(a == b && first_a == Some(a) && first_b == Some(a), "{a:?} {b:?}");
+            threads.map(|thread| thread.join().unwrap())
+        });
+        for ((a, b), memory) in results[0].iter().zip(&results[1]).zip(&memories) {
+            let first = Page::new(memory.clone(), 2).first();
+            assert!(a == b && first == Some(*a), "{a:?} {b:?} {first:?}");
         }
     }
 
