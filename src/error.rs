@@ -6,6 +6,7 @@ use std::time::Duration;
 
 use crate::id::Rank;
 use crate::measure::report;
+use crate::name::{Name, interned};
 
 /// Result of every fallible function of this crate.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
@@ -13,14 +14,15 @@ pub type Result<T, E = Error> = std::result::Result<T, E>;
 /// What went wrong, with the facts that a caller needs to act on it.
 ///
 /// Nothing was written to any output, and nothing the caller owned was lost, when one of these is returned.
-#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error, serde::Serialize, serde::Deserialize)]
 #[non_exhaustive]
 pub enum Error {
     /// An argument is not acceptable.
     #[error("{op}: {what} is {got}, expected {want}")]
     Invalid {
         /// Operation that refused it.
-        op: &'static str,
+        #[serde(deserialize_with = "interned")]
+        op: Name,
         /// Name of the argument.
         what: String,
         /// What was passed.
@@ -32,7 +34,8 @@ pub enum Error {
     #[error("{op}: {what} is not supported: {why}")]
     Unsupported {
         /// Operation that refused it.
-        op: &'static str,
+        #[serde(deserialize_with = "interned")]
+        op: Name,
         /// What was asked for.
         what: String,
         /// The reason.
@@ -50,7 +53,8 @@ pub enum Error {
     #[error("{call} failed: {name} ({code})")]
     Gpu {
         /// The function.
-        call: &'static str,
+        #[serde(deserialize_with = "interned")]
+        call: Name,
         /// Its status.
         code: i32,
         /// The library's name of that status.
@@ -80,7 +84,8 @@ pub enum Error {
     #[error("{op}: capacity exceeded: {}", over_capacity(.demands))]
     Capacity {
         /// Operation that found it.
-        op: &'static str,
+        #[serde(deserialize_with = "interned")]
+        op: Name,
         /// Demand and capacity, ascending by rank: of every rank for rows; for tokens, of the ranks that have more than `max_tokens`.
         demands: Vec<Demand>,
     },
@@ -88,7 +93,8 @@ pub enum Error {
     #[error("{op}: ranks {first} and {second} differ in {what}: {first_value} against {second_value}")]
     Mismatch {
         /// Operation that compared them.
-        op: &'static str,
+        #[serde(deserialize_with = "interned")]
+        op: Name,
         /// Lower of the two ranks.
         first: Rank,
         /// Higher of the two ranks.
@@ -104,7 +110,8 @@ pub enum Error {
     #[error("{op}: failed on rank {rank}: {error}")]
     Setup {
         /// The collective call.
-        op: &'static str,
+        #[serde(deserialize_with = "interned")]
+        op: Name,
         /// The lowest rank that failed.
         rank: Rank,
         /// Its error.
@@ -114,7 +121,8 @@ pub enum Error {
     #[error("{op}: {what} is busy: {why}")]
     Busy {
         /// Operation that found it.
-        op: &'static str,
+        #[serde(deserialize_with = "interned")]
+        op: Name,
         /// What is in use.
         what: String,
         /// By whom.
@@ -177,7 +185,7 @@ impl<T> From<Error> for Rejected<T> {
 }
 
 /// Rows that one rank would receive, and rows that it can hold.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, serde::Serialize, serde::Deserialize)]
 pub struct Demand {
     /// The receiving rank, or the sending rank for [`Limit::Tokens`].
     pub rank: Rank,
@@ -190,7 +198,7 @@ pub struct Demand {
 }
 
 /// Which capacity a [`Demand`] is about.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, serde::Serialize, serde::Deserialize)]
 #[non_exhaustive]
 pub enum Limit {
     /// Tokens of one rank in one call, `max_tokens`.
@@ -202,14 +210,16 @@ pub enum Limit {
 }
 
 /// The record of the first failure of a world, as every rank sees it.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, serde::Serialize, serde::Deserialize)]
 pub struct Failure {
     /// What kind of failure.
     pub kind: FailureKind,
     /// Operation in which it happened.
-    pub op: &'static str,
+    #[serde(deserialize_with = "interned")]
+    pub op: Name,
     /// Step of the operation, as PROTOCOL.md names it.
-    pub phase: &'static str,
+    #[serde(deserialize_with = "interned")]
+    pub phase: Name,
     /// The rank that failed or waited.
     pub rank: Rank,
     /// The rank that it waited for (itself when it waited for nobody).
@@ -221,7 +231,7 @@ pub struct Failure {
 }
 
 /// Kinds of [`Failure`].
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, serde::Serialize, serde::Deserialize)]
 #[non_exhaustive]
 pub enum FailureKind {
     /// `peer` did not signal `rank` in time.
@@ -230,6 +240,8 @@ pub enum FailureKind {
     Panicked,
     /// `rank` left the world while others still used it.
     Left,
+    /// The process of `rank` ended without leaving the world.
+    Died,
 }
 
 impl fmt::Display for Failure {
@@ -238,6 +250,7 @@ impl fmt::Display for Failure {
         match kind {
             FailureKind::Timeout => write!(f, "{op}, phase {phase}: rank {rank} waited for rank {peer}, epoch {epoch} wanted, {seen} seen"),
             FailureKind::Panicked => write!(f, "{op}, phase {phase}: rank {rank} panicked at epoch {seen}"),
+            FailureKind::Died => write!(f, "{op}, phase {phase}: the process of rank {rank} ended at epoch {seen}"),
             FailureKind::Left => write!(f, "{op}, phase {phase}: rank {rank} left the world at epoch {seen}"),
         }
     }

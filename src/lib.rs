@@ -9,6 +9,7 @@ pub mod gpu;
 pub mod id;
 pub mod layer;
 pub mod measure;
+mod name;
 pub mod ops;
 pub mod oracle;
 pub mod random;

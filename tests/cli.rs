@@ -18,7 +18,7 @@ const PROGRAM: Option<&str> = option_env!("CARGO_BIN_EXE_moe");
 
 /// Every trial of this module.
 pub fn trials() -> Vec<Trial> {
-    let all: [(&str, Test); 21] = [
+    let all: [(&str, Test); 22] = [
         ("info", info),
         ("info_as_json", info_as_json),
         ("closed_pipe", closed_pipe),
@@ -29,6 +29,7 @@ pub fn trials() -> Vec<Trial> {
         ("run_is_the_default", run_is_the_default),
         ("run_prints_everything", run_prints_everything),
         ("run_forms_agree", run_forms_agree),
+        ("check_processes", check_processes),
         ("run_at_source_does_not_depend_on_ranks", run_at_source_does_not_depend_on_ranks),
         ("run_types", run_types),
         ("run_bad_options", run_bad_options),
@@ -245,6 +246,8 @@ fn run_forms_agree() -> Outcome {
     for line in [
         format!("{base} --segment-align 8"),
         format!("{base} --mode low-latency"),
+        format!("{base} --processes"),
+        format!("{base} --processes --mode low-latency"),
         format!("{base}-fixed"),
         format!("{base}-fixed --rows-per-expert 41"),
     ] {
@@ -252,6 +255,13 @@ fn run_forms_agree() -> Outcome {
     }
     let other = digest(&format!("{base} --seed 2"))?;
     if other == want { Err("another seed has the same digest".into()) } else { Ok(()) }
+}
+
+fn check_processes() -> Outcome {
+    let ran = moe(words("check --processes --ranks 2"))?;
+    ran.ended(0)?;
+    has("check", &ran.stdout, &["processes, 2 ranks", "ok"])?;
+    moe(words("check --processes --ranks 5"))?.refused(&["--ranks", "5"])
 }
 
 fn run_at_source_does_not_depend_on_ranks() -> Outcome {
@@ -284,6 +294,7 @@ fn run_bad_options() -> Outcome {
         ("--ranks 0", &["--ranks", "0"]),
         ("--ranks 65", &["--ranks", "65", "64"]),
         ("--model tiny --ranks 17", &["--ranks", "17", "Tiny"]),
+        ("--model tiny --ranks 17 --processes", &["--ranks", "17", "Tiny"]),
         ("--iterations 0", &["--iterations"]),
         ("--check-tokens 0", &["--check-tokens"]),
         ("--model gpt", &["--model", "gpt", "Mixtral-8x7B"]),

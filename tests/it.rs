@@ -22,6 +22,8 @@ mod hygiene;
 mod inspect;
 mod layer;
 mod model;
+#[cfg(target_os = "linux")]
+mod processes;
 mod router;
 mod world;
 
@@ -31,6 +33,10 @@ static ALLOCATOR: allocations::Counting = allocations::Counting;
 fn main() -> ExitCode {
     if let Ok(work) = std::env::var(gpu::child::VARIABLE) {
         return gpu::child::main(&work);
+    }
+    #[cfg(target_os = "linux")]
+    if let Ok(work) = std::env::var(processes::VARIABLE) {
+        return processes::child(&work);
     }
     let arguments = Arguments::from_args();
     let mut trials = shared_checks();
@@ -57,6 +63,8 @@ fn main() -> ExitCode {
     ] {
         trials.extend(module());
     }
+    #[cfg(target_os = "linux")]
+    trials.extend(processes::trials());
     libtest_mimic::run(&arguments, trials).exit_code()
 }
 

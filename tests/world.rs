@@ -34,16 +34,16 @@ pub fn trials() -> Vec<Trial> {
     trials
 }
 
-const HIDDEN: usize = 32;
+pub const HIDDEN: usize = 32;
 const EXPERTS: usize = 16;
 const K: usize = 3;
 const MAX_TOKENS: usize = 24;
 
-fn config() -> Config {
+pub fn config() -> Config {
     Config { timeout: Duration::from_secs(20), ..Config::new(HIDDEN, DType::F32, EXPERTS, K, MAX_TOKENS) }
 }
 
-fn stress_configs() -> Vec<(&'static str, Config)> {
+pub fn stress_configs() -> Vec<(&'static str, Config)> {
     let by_expert = Layout::ByExpert { segment_align: 4 };
     vec![
         ("by token", config()),
@@ -104,42 +104,44 @@ fn pause(random: &mut SplitMix64) {
     }
 }
 
-/// Dispatch, experts that multiply by (1 + expert id) or (1 + rank), combine: `num_rounds` times with new data, random delays between phases and
-/// no barrier; every row and every sum is checked.
 fn stress(world: usize, config: &Config, num_rounds: usize) -> Result<(), Failed> {
-    let results = World::run(&Backend::cpu(), world, |w| {
-        let rank = w.rank().index();
-        let mut random = SplitMix64::stream(99, rank as u64);
-        let mut ep = ExpertParallel::new(&w, config.clone())?;
-        let mut routing = dispatch::Routing::new(&ep);
-        for round in 0..num_rounds {
-            let input = Round::new(rank, round);
-            pause(&mut random);
-            let view = dispatch::Input {
-                x: TensorView::from_slice(&input.x, &[input.num_tokens, HIDDEN])?,
-                topk_idx: TensorView::from_slice(&input.ids, &[input.num_tokens, K])?,
-                topk_weights: None,
-                scales: None,
-                num_tokens: dispatch::NumTokens::All,
-            };
-            let sent = ep.dispatch_send(&mut routing, &view)?;
-            pause(&mut random);
-            let mut arrival = ep.dispatch_receive(&mut routing, sent, dispatch::Outputs::default())?;
-            pause(&mut random);
-            check_rows(&arrival, config, rank, world, round);
-            run_experts(&mut arrival, config, rank);
-            pause(&mut random);
-            let y = combine::Input { y: combine::ExpertRows::InPlace, row_weights: None };
-            let sent = ep.combine_send(&routing, arrival, &y)?;
-            pause(&mut random);
-            let mut out = vec![-1f32; (input.num_tokens + 1) * HIDDEN];
-            let view = TensorViewMut::from_slice(&mut out, &[input.num_tokens + 1, HIDDEN])?;
-            ep.combine_receive(&routing, sent, combine::Output { out: view, add_to: None, topk_weights: None })?;
-            check_sums(&out, &input, config, rank, world, round);
-        }
-        Ok(())
-    })?;
+    let results = World::run(&Backend::cpu(), world, |w| stress_rank(&w, config, num_rounds))?;
     Ok(results.into_iter().collect::<Result<()>>()?)
+}
+
+/// Dispatch, experts that multiply by (1 + expert id) or (1 + rank), combine: `num_rounds` times with new data, random delays between phases and
+/// no barrier; every row and every sum is checked. One rank's part.
+pub fn stress_rank(w: &World, config: &Config, num_rounds: usize) -> Result<()> {
+    let (rank, world) = (w.rank().index(), w.size());
+    let mut random = SplitMix64::stream(99, rank as u64);
+    let mut ep = ExpertParallel::new(w, config.clone())?;
+    let mut routing = dispatch::Routing::new(&ep);
+    for round in 0..num_rounds {
+        let input = Round::new(rank, round);
+        pause(&mut random);
+        let view = dispatch::Input {
+            x: TensorView::from_slice(&input.x, &[input.num_tokens, HIDDEN])?,
+            topk_idx: TensorView::from_slice(&input.ids, &[input.num_tokens, K])?,
+            topk_weights: None,
+            scales: None,
+            num_tokens: dispatch::NumTokens::All,
+        };
+        let sent = ep.dispatch_send(&mut routing, &view)?;
+        pause(&mut random);
+        let mut arrival = ep.dispatch_receive(&mut routing, sent, dispatch::Outputs::default())?;
+        pause(&mut random);
+        check_rows(&arrival, config, rank, world, round);
+        run_experts(&mut arrival, config, rank);
+        pause(&mut random);
+        let y = combine::Input { y: combine::ExpertRows::InPlace, row_weights: None };
+        let sent = ep.combine_send(&routing, arrival, &y)?;
+        pause(&mut random);
+        let mut out = vec![-1f32; (input.num_tokens + 1) * HIDDEN];
+        let view = TensorViewMut::from_slice(&mut out, &[input.num_tokens + 1, HIDDEN])?;
+        ep.combine_receive(&routing, sent, combine::Output { out: view, add_to: None, topk_weights: None })?;
+        check_sums(&out, &input, config, rank, world, round);
+    }
+    Ok(())
 }
 
 /// Rows in the order (expert,) source rank, token, with the payload of this round.
@@ -192,22 +194,26 @@ fn check_sums(out: &[f32], input: &Round, config: &Config, rank: usize, world: u
 }
 
 /// A bound long enough for a busy machine and short enough for a test.
-const BOUND: Duration = Duration::from_millis(500);
+pub const BOUND: Duration = Duration::from_millis(500);
 
-fn short() -> Config {
+pub fn short() -> Config {
     Config { timeout: BOUND, ..config() }
 }
 
 /// One dispatch of one token to every rank's first expert, then a combine.
-fn one_call(ep: &mut ExpertParallel, routing: &mut dispatch::Routing) -> Result<()> {
+pub fn one_call(ep: &mut ExpertParallel, routing: &mut dispatch::Routing) -> Result<()> {
     let arrival = one_dispatch(ep, routing)?;
+    one_combine(ep, routing, arrival)
+}
+
+pub fn one_combine(ep: &mut ExpertParallel, routing: &dispatch::Routing, arrival: dispatch::Arrival) -> Result<()> {
     let mut out = vec![0f32; HIDDEN];
     let out = TensorViewMut::from_slice(&mut out, &[1, HIDDEN])?;
     let input = combine::Input { y: combine::ExpertRows::InPlace, row_weights: None };
     Ok(ep.combine(routing, arrival, &input, combine::Output { out, add_to: None, topk_weights: None })?)
 }
 
-fn one_dispatch(ep: &mut ExpertParallel, routing: &mut dispatch::Routing) -> Result<dispatch::Arrival> {
+pub fn one_dispatch(ep: &mut ExpertParallel, routing: &mut dispatch::Routing) -> Result<dispatch::Arrival> {
     let x = [1f32; HIDDEN];
     // Three experts reach at most three ranks: enough that everybody waits for somebody.
     let ids = [0, EXPERTS as i32 / 2, EXPERTS as i32 - 1];
@@ -222,7 +228,7 @@ fn one_dispatch(ep: &mut ExpertParallel, routing: &mut dispatch::Routing) -> Res
 }
 
 /// The first failure in an error of a rank that did not fail itself.
-fn first_cause(error: &Error) -> Option<Failure> {
+pub fn first_cause(error: &Error) -> Option<Failure> {
     match error {
         Error::Timeout { failure, .. } | Error::Poisoned { first: failure } => Some(*failure),
         _ => None,

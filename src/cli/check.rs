@@ -21,10 +21,19 @@ pub struct Arguments {
     /// Only groups whose name contains this text
     #[arg(long, value_name = "TEXT")]
     filter: Option<String>,
+    /// Instead: dispatch and combine between processes, one for each rank, against their specification and against threads
+    #[arg(long, conflicts_with_all = ["op", "filter"])]
+    processes: bool,
+    /// Ranks [default: 1, 2, 3, 4 and 8, one after the other]
+    #[arg(long, value_name = "R", requires = "processes")]
+    ranks: Option<usize>,
 }
 
 /// Runs the chosen groups; `false` when one of them failed.
 pub fn check(arguments: &Arguments, output: &mut Output) -> Result<bool> {
+    if arguments.processes {
+        return processes::check(arguments.ranks, &arguments.backend, output);
+    }
     let backend = Backend::from_name(&arguments.backend)?;
     let groups = groups().into_iter().filter(|group| runs_on(group.op, &arguments.backend)).collect();
     run(&choose(groups, arguments)?, &backend, output)
@@ -86,6 +95,44 @@ fn choose(all: Vec<Group>, arguments: &Arguments) -> Result<Vec<Group>> {
     Ok(chosen)
 }
 
+/// Dispatch and combine between processes.
+mod processes {
+    use super::*;
+
+    #[cfg(target_os = "linux")]
+    pub fn check(ranks: Option<usize>, backend: &str, output: &mut Output) -> Result<bool> {
+        use moe_kernels::check::ep::processes::run;
+        use moe_kernels::ep::{Rendezvous, World};
+        const WORLDS: [usize; 5] = [1, 2, 3, 4, 8];
+        let backend = Backend::from_name(backend)?;
+        if !Rendezvous::is_in_env() {
+            if let Some(ranks) = ranks.filter(|ranks| !WORLDS.contains(ranks)) {
+                return Err(Error::Invalid { op: "check", what: "--ranks".into(), got: ranks.to_string(), want: "1, 2, 3, 4 or 8".into() });
+            }
+            let worlds = ranks.map_or(WORLDS.to_vec(), |ranks| vec![ranks]);
+            return worlds.into_iter().try_fold(true, |all, ranks| Ok(crate::run::launch(ranks)? && all));
+        }
+        let start = Instant::now();
+        let world = World::join(&backend, &Rendezvous::from_env("moe check")?)?;
+        let result = run(&world);
+        if world.rank().index() > 0 {
+            return Ok(result.is_ok());
+        }
+        let head = format!("processes, {} ranks", world.size());
+        let seconds = report::duration(start.elapsed().as_secs_f64());
+        match &result {
+            Ok(num_cases) => output.line(format!("{head}  {:>7} cases  {seconds:>8}  ok", report::count(*num_cases as u64)))?,
+            Err(Failed(message)) => output.line(format!("{head}  {seconds:>8}  FAILED\n    {}", message.replace('\n', "\n    ")))?,
+        }
+        Ok(result.is_ok())
+    }
+
+    #[cfg(not(target_os = "linux"))]
+    pub fn check(_: Option<usize>, _: &str, _: &mut Output) -> Result<bool> {
+        crate::run::launch(0)
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -106,6 +153,8 @@ mod tests {
             op: op.map(str::to_owned),
             backend: "cpu".into(),
             filter: filter.map(str::to_owned),
+            processes: false,
+            ranks: None,
         };
         let all = || vec![Group::new("a", "x", |_| Ok(1)), Group::new("b", "y", |_| Ok(1))];
         let names = |op, filter| choose(all(), &arguments(op, filter)).map(|groups| groups.iter().map(label).collect::<Vec<_>>());

@@ -4,8 +4,12 @@
 //! back. `PROTOCOL.md` beside this file says in numbered steps who may write what, and when.
 
 mod config;
+mod meeting;
 pub(crate) mod object;
+mod page;
 mod plan;
+#[cfg(target_os = "linux")]
+mod processes;
 #[doc(hidden)]
 pub mod signal;
 pub(crate) mod symmetric;
@@ -17,4 +21,9 @@ pub use config::{
 };
 pub use object::ExpertParallel;
 pub use plan::{Plan, Regions};
+#[cfg(target_os = "linux")]
+#[doc(hidden)]
+pub use processes::launch_command;
+#[cfg(target_os = "linux")]
+pub use processes::{Launched, Rendezvous, Secret, launch};
 pub use world::World;

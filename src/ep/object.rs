@@ -1,11 +1,12 @@
 //! One rank's end of the buffers through which tokens travel.
 #![forbid(unsafe_code)]
 
+use std::sync::atomic::AtomicU64;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use super::signal::{CountWord, Machine, Signals};
-use super::symmetric::Symmetric;
+use super::signal::{CountWord, Machine, Signals, num_signal_words};
+use super::symmetric::{Symmetric, Words};
 use super::wait::scaled;
 use super::world::{Member, lock, timeout_scale};
 use super::{Config, Plan, World};
@@ -37,7 +38,7 @@ pub(crate) struct Shared {
     pub plan: Plan,
     pub timeout: Duration,
     /// The memory of every rank, this one included.
-    pub ranks: Vec<Arc<RankMemory>>,
+    pub ranks: Vec<RankMemory>,
     /// What describes an arrival, per bank; taken together with the bank.
     banks: [Mutex<Option<Box<Counts>>>; 2],
 }
@@ -60,8 +61,8 @@ pub(crate) struct Counts {
 /// What the peers of a rank read and write of it.
 #[derive(Debug)]
 pub(crate) struct RankMemory {
-    pub bytes: Symmetric,
-    pub signals: Signals<Machine>,
+    pub bytes: Arc<Symmetric>,
+    pub signals: Signals<Machine, Words<AtomicU64>>,
 }
 
 impl ExpertParallel {
@@ -78,10 +79,12 @@ impl ExpertParallel {
         same_everywhere(&descriptions)?;
         let plan = plan?;
 
-        // Nobody writes to a peer before all have allocated and zeroed: the exchange is the barrier.
-        let memory = RankMemory::new(&plan).and_then(|m| Ok((Arc::new(m), scaled(config.timeout, timeout_scale()?)?)));
-        let timeout = memory.as_ref().map_or(config.timeout, |m| m.1);
-        let ranks = world.exchange(OP, memory.map(|m| m.0))?;
+        let timeout = timeout_scale().and_then(|scale| scaled(config.timeout, scale));
+        let memory = timeout.clone().and_then(|_| world.member().allocate(plan.regions.total_bytes));
+        // Nobody writes to a peer before all have allocated, zeroed and mapped: collective, and the barrier.
+        let memories = world.member().exchange_memory(OP, memory)?;
+        let ranks = memories.into_iter().map(|memory| RankMemory::new(memory, &plan)).collect();
+        let timeout = timeout?;
         let words = vec![CountWord::unpack(0); plan.num_count_words];
         let banks = [0, 1].map(|_| Mutex::new(Some(Box::new(Counts::new(&config, &plan, world.rank())))));
         let shared = Shared { member: world.member().clone(), config, plan, timeout, ranks, banks };
@@ -129,8 +132,9 @@ fn same_everywhere(descriptions: &[serde_json::Value]) -> Result<()> {
 }
 
 impl RankMemory {
-    fn new(plan: &Plan) -> Result<Self> {
-        Ok(RankMemory { bytes: Symmetric::new(plan.regions.total_bytes)?, signals: Signals::new(plan.world, plan.num_count_words) })
+    fn new(bytes: Arc<Symmetric>, plan: &Plan) -> Self {
+        let words = Words::new(bytes.clone(), plan.regions.signals, num_signal_words(plan.world, plan.num_count_words));
+        RankMemory { bytes, signals: Signals::over(words, plan.world, plan.num_count_words) }
     }
 }
 

@@ -4,6 +4,7 @@
 use super::config::{
     Config, Layout, MAX_K, MAX_RANKS, MAX_TOKENS, Mode, Overflow, Quantize, ROW_ALIGN, Reduce, SCALE_BLOCK, ScaleLayout, Wire,
 };
+use super::signal::num_signal_words;
 use crate::error::{Error, Result};
 use crate::routing::Placement;
 use crate::tensor::DType;
@@ -79,6 +80,8 @@ pub struct Regions {
     pub bank_bytes: usize,
     /// Low-latency staging: `[in_flight + 1, world, staged_rows]` of row + record; behind the banks.
     pub staging: usize,
+    /// Words that peers poll.
+    pub signals: usize,
     /// All bytes of one rank.
     pub total_bytes: usize,
 }
@@ -177,6 +180,7 @@ impl Plan {
         // One more than banks: a peer that holds every bank unread has posted the counts that let this rank stage one more epoch.
         let staging = at.take("expected_tokens", (c.in_flight + 1) * world * staged_rows, message_bytes)?;
         let num_count_words = world + if c.layout.is_by_expert() { c.num_experts } else { 0 };
+        let signals = at.take("num_experts", num_signal_words(world, num_count_words), size_of::<u64>())?;
         Ok(Plan {
             world,
             placement,
@@ -196,7 +200,7 @@ impl Plan {
             wire_row_bytes,
             staged_rows,
             message_bytes,
-            regions: Regions { x, records, transit, scales, expert_output, wire, fold, bank_bytes, staging, total_bytes: at.0 },
+            regions: Regions { x, records, transit, scales, expert_output, wire, fold, bank_bytes, staging, signals, total_bytes: at.0 },
             num_count_words,
         })
     }

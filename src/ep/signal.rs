@@ -5,6 +5,8 @@
 //! once and then stores to all its peers, a rank that waited issues [`Memory::acquire`] once after all its polls succeeded.
 #![forbid(unsafe_code)]
 
+use std::marker::PhantomData;
+use std::ops::Deref;
 use std::sync::atomic::{AtomicU64, Ordering, fence};
 
 /// Atomic memory as the protocol uses it.
@@ -112,30 +114,52 @@ impl CountWord {
     }
 }
 
-/// The words of one rank: each peer writes its own, this rank reads them all.
+/// The words of one rank: each peer writes its own, this rank reads them all. `S` holds them: a vector, or memory that processes share.
 #[derive(Debug)]
 #[doc(hidden)]
-pub struct Signals<M: Memory> {
-    /// `[2 parities of the epoch, sender, word]`, compared with `==`.
-    counts: Vec<M::Word>,
-    /// `[sender]`: last dispatch whose rows are complete here. Only grows.
-    done: Vec<M::Word>,
-    /// `[sender]`: last combine for which the sender's rows may be read. Only grows.
-    ready: Vec<M::Word>,
+pub struct Signals<M: Memory, S = Vec<<M as Memory>::Word>> {
+    /// `[2 parities of the epoch, sender, word]` counts, compared with `==`; then `[sender]` done, the last dispatch whose rows are complete
+    /// here, and `[sender]` ready, the last combine for which the sender's rows may be read: both only grow.
+    words: S,
+    world: usize,
     num_words: usize,
+    memory: PhantomData<fn() -> M>,
 }
 
 impl<M: Memory> Signals<M> {
     /// Words of a rank in a world, all 0.
     pub fn new(world: usize, num_words: usize) -> Self {
-        let zeros = |n: usize| (0..n).map(|_| M::Word::zero()).collect();
-        Signals { counts: zeros(2 * world * num_words), done: zeros(world), ready: zeros(world), num_words }
+        let zeros = (0..num_signal_words(world, num_words)).map(|_| M::Word::zero()).collect();
+        Self::over(zeros, world, num_words)
+    }
+}
+
+/// Words that a rank has in a world where each sender has `num_words` counts.
+pub(crate) fn num_signal_words(world: usize, num_words: usize) -> usize {
+    2 * world * num_words + 2 * world
+}
+
+impl<M: Memory, S: Deref<Target = [M::Word]>> Signals<M, S> {
+    /// The words in `words`, all 0 at first.
+    ///
+    /// # Panics
+    /// When there are fewer than a rank needs.
+    pub fn over(words: S, world: usize, num_words: usize) -> Self {
+        assert!(words.len() >= num_signal_words(world, num_words), "{} words", words.len());
+        Signals { words, world, num_words, memory: PhantomData }
     }
 
     /// The words of `sender` for the parity of `epoch`.
     fn count_words(&self, sender: usize, epoch: u64) -> &[M::Word] {
-        let world = self.done.len();
-        &self.counts[((epoch & 1) as usize * world + sender) * self.num_words..][..self.num_words]
+        &self.words[((epoch & 1) as usize * self.world + sender) * self.num_words..][..self.num_words]
+    }
+
+    fn done(&self, sender: usize) -> &M::Word {
+        &self.words[2 * self.world * self.num_words + sender]
+    }
+
+    fn ready(&self, sender: usize) -> &M::Word {
+        &self.words[2 * self.world * self.num_words + self.world + sender]
     }
 
     /// Stores the count words of `me` here. The caller has issued [`Memory::release`] after the last access that they give away.
@@ -168,23 +192,23 @@ impl<M: Memory> Signals<M> {
     /// Says that the rows of `me` for dispatch `epoch` are complete here. The caller has issued [`Memory::release`] after writing them.
     // sync done: pairs with the acquire after `seen_done` in dispatch_receive
     pub fn post_done(&self, me: usize, epoch: u64) {
-        self.done[me].store(epoch);
+        self.done(me).store(epoch);
     }
 
     /// The last dispatch that `sender` completed here; waits compare with `>=`.
     pub fn seen_done(&self, sender: usize) -> u64 {
-        self.done[sender].load()
+        self.done(sender).load()
     }
 
     /// Says that the rows of `me` for combine `epoch` may be read. The caller has issued [`Memory::release`] after writing them.
     // sync ready: pairs with the acquire after `seen_ready` in combine_receive
     pub fn post_ready(&self, me: usize, epoch: u64) {
-        self.ready[me].store(epoch);
+        self.ready(me).store(epoch);
     }
 
     /// The last combine for which `sender` is ready; waits compare with `>=`.
     pub fn seen_ready(&self, sender: usize) -> u64 {
-        self.ready[sender].load()
+        self.ready(sender).load()
     }
 }
 

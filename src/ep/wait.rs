@@ -1,11 +1,9 @@
 //! Bounded waits that park: many ranks may share few cores.
 #![forbid(unsafe_code)]
 
-use std::sync::atomic::{AtomicUsize, Ordering, fence};
-use std::sync::{Condvar, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-use super::world::{Doing, Member, lock};
+use super::world::{Doing, Member};
 use crate::error::{Error, Failure, FailureKind, Result};
 use crate::id::Rank;
 
@@ -15,38 +13,6 @@ const NUM_SPINS: usize = 64;
 const NUM_YIELDS: usize = 8;
 /// Longest sleep without a ring: how late a deadline may be noticed (arbitrary).
 const NAP: Duration = Duration::from_millis(20);
-
-/// What wakes a parked rank.
-#[derive(Debug, Default)]
-pub(crate) struct Doorbell {
-    num_parked: AtomicUsize,
-    lock: Mutex<()>,
-    rung: Condvar,
-}
-
-impl Doorbell {
-    /// Wakes whoever is parked here. Called after a word of theirs was stored.
-    pub fn ring(&self) {
-        // The store of the word comes before the load of the flag, as the store of the flag comes before the last poll in `park`: one of the
-        // two sides sees the other.
-        fence(Ordering::SeqCst);
-        if self.num_parked.load(Ordering::Relaxed) > 0 {
-            drop(lock(&self.lock));
-            self.rung.notify_all();
-        }
-    }
-
-    /// Sleeps until a ring, at most a nap, unless `is_ready` already holds.
-    fn park(&self, is_ready: impl FnOnce() -> bool) {
-        let guard = lock(&self.lock);
-        self.num_parked.fetch_add(1, Ordering::Relaxed);
-        fence(Ordering::SeqCst);
-        if !is_ready() {
-            drop(self.rung.wait_timeout(guard, NAP).unwrap_or_else(PoisonError::into_inner));
-        }
-        self.num_parked.fetch_sub(1, Ordering::Relaxed);
-    }
-}
 
 /// State of something that is waited for.
 pub(crate) enum Poll {
@@ -95,7 +61,7 @@ impl Member {
                 return Err(self.timed_out(failure(FailureKind::Timeout, self.rank()), bound));
             }
             let mut changed = || !matches!(poll(), Poll::Missing { peer: p, seen: s } if p == peer && s == seen);
-            self.doorbell(self.rank().index()).park(|| changed() || self.has_left(peer) || self.check_alive().is_err());
+            self.doorbell(self.rank().index()).park(NAP, || changed() || self.has_left(peer) || self.check_alive().is_err());
         }
     }
 }

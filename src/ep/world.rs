@@ -1,21 +1,30 @@
-//! Worlds of ranks: threads of one process, their collective setup, and the first failure that ends a world.
+//! Worlds of ranks: threads of one process or one process per rank, their collective setup, and the first failure that ends a world.
 #![forbid(unsafe_code)]
 
-use std::any::Any;
-use std::collections::HashMap;
+use std::os::fd::OwnedFd;
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
-use std::time::{Duration, Instant};
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use serde::Serialize;
+use serde::de::DeserializeOwned;
 
 use super::config::MAX_RANKS;
-use super::wait::Doorbell;
+use super::meeting::{Board, Posted, values};
+pub(crate) use super::page::Doing;
+use super::page::{Bell, Page};
+#[cfg(target_os = "linux")]
+use super::processes::{Processes, Rendezvous};
+use super::symmetric::{Symmetric, Words};
+use super::wait::Poll;
 use crate::backend::{Backend, Cpu};
 use crate::error::{Error, Failure, FailureKind, Result};
 use crate::id::Rank;
+use crate::name::Name;
 
 /// Bound of the waits of collective setup (arbitrary: allocating and zeroing a node's memory takes seconds).
-const SETUP_TIMEOUT: Duration = Duration::from_secs(60);
+pub(super) const SETUP_TIMEOUT: Duration = Duration::from_secs(60);
 
 /// One rank's membership of a world. Dropping it, and every object made with it, leaves the world; a peer that then waits for this rank fails
 /// at once.
@@ -28,42 +37,23 @@ pub struct World {
 #[derive(Debug)]
 pub(crate) struct Member {
     rank: Rank,
+    local_rank: usize,
     cpu: Cpu,
-    shared: Arc<Shared>,
+    page: Arc<Page>,
+    link: Link,
     /// Collective calls so far: the key under which ranks meet.
-    num_exchanges: AtomicU64,
+    num_meetings: AtomicU64,
     setup_timeout: Duration,
-    /// What this rank does, for its record if it panics.
-    doing: Mutex<Doing>,
 }
 
-/// Operation, phase and epoch.
-#[derive(Debug, Clone, Copy)]
-pub(crate) struct Doing {
-    pub op: &'static str,
-    pub phase: &'static str,
-    pub epoch: u64,
-}
-
-/// What the ranks of a world have in common.
+/// How what ranks bring to a collective call reaches the others.
 #[derive(Debug)]
-struct Shared {
-    /// Ranks; each with what wakes its thread.
-    doorbells: Vec<Doorbell>,
-    left: Vec<AtomicBool>,
-    /// The abort word: the first failure, read by every wait.
-    first: OnceLock<Failure>,
-    board: Mutex<HashMap<u64, Meeting>>,
-    board_changed: Condvar,
-}
-
-type Posted = Result<Arc<dyn Any + Send + Sync>>;
-
-/// One collective call: what each rank posted, and how many have read it.
-#[derive(Debug)]
-struct Meeting {
-    posted: Vec<Option<Posted>>,
-    num_read: usize,
+enum Link {
+    /// Threads of one process.
+    Threads(Arc<Board>),
+    /// Processes of one machine.
+    #[cfg(target_os = "linux")]
+    Processes(Processes),
 }
 
 impl World {
@@ -74,28 +64,41 @@ impl World {
     /// `Invalid` for a size of 0 or above 64.
     pub fn threads(backend: &Backend, size: usize) -> Result<Vec<World>> {
         let cpu = backend.as_cpu("world")?;
-        if !(1..=MAX_RANKS).contains(&size) {
-            return Err(Error::invalid("world", "size", size, format!("1 to {MAX_RANKS}")));
-        }
-        let shared = Arc::new(Shared {
-            doorbells: (0..size).map(|_| Doorbell::default()).collect(),
-            left: (0..size).map(|_| AtomicBool::new(false)).collect(),
-            first: OnceLock::new(),
-            board: Mutex::default(),
-            board_changed: Condvar::new(),
-        });
-        let scale = timeout_scale()?;
-        let member = |r: usize| {
-            Ok::<_, Error>(Arc::new(Member {
+        check_size(size)?;
+        let page = Arc::new(Page::new(Arc::new(Symmetric::new(Page::num_bytes(size))?), size));
+        let board = Arc::new(Board::default());
+        let setup_timeout = SETUP_TIMEOUT.mul_f64(timeout_scale()?);
+        let world = |r: usize| {
+            Ok(World::new(Member {
                 rank: Rank(r as u32),
+                local_rank: r,
                 cpu: cpu.share(size)?,
-                shared: shared.clone(),
-                num_exchanges: AtomicU64::new(0),
-                setup_timeout: SETUP_TIMEOUT.mul_f64(scale),
-                doing: Mutex::new(Doing { op: "world", phase: "setup", epoch: 0 }),
+                page: page.clone(),
+                link: Link::Threads(board.clone()),
+                num_meetings: AtomicU64::new(0),
+                setup_timeout,
             }))
         };
-        (0..size).map(|r| Ok(World { member: member(r)? })).collect()
+        (0..size).map(world).collect()
+    }
+
+    /// The membership of a process that has met the others.
+    #[cfg(target_os = "linux")]
+    pub(super) fn of_processes(backend: &Backend, rendezvous: &Rendezvous, page: Arc<Page>, link: Processes) -> Result<World> {
+        Ok(World::new(Member {
+            rank: rendezvous.rank(),
+            local_rank: rendezvous.local_rank(),
+            cpu: backend.as_cpu("world")?.share(page.world())?,
+            page,
+            link: Link::Processes(link),
+            num_meetings: AtomicU64::new(0),
+            setup_timeout: rendezvous.bound(),
+        }))
+    }
+
+    fn new(member: Member) -> Self {
+        member.set_doing(Doing { op: "world", phase: "setup", epoch: 0 });
+        World { member: Arc::new(member) }
     }
 
     /// Runs `work` on a thread for each of `size` ranks and returns their results in the order of ranks. A rank that panicked is
@@ -114,7 +117,7 @@ impl World {
             let rank_of = |world: World| {
                 let member = world.member.clone();
                 catch_unwind(AssertUnwindSafe(|| work(world))).unwrap_or_else(|_| {
-                    let first = member.fail(member.record(FailureKind::Panicked));
+                    let first = member.fail(member.page.record(FailureKind::Panicked, member.rank));
                     Err(Error::Poisoned { first })
                 })
             };
@@ -133,6 +136,11 @@ impl World {
         self.member.size()
     }
 
+    /// Number of this rank among those of its machine: which GPU it takes, for example.
+    pub fn local_rank(&self) -> usize {
+        self.member.local_rank
+    }
+
     /// The CPU threads and instructions that this rank works with.
     pub fn cpu(&self) -> &Cpu {
         &self.member.cpu
@@ -140,7 +148,7 @@ impl World {
 
     /// The first failure of the world, if it has failed.
     pub fn failure(&self) -> Option<Failure> {
-        self.member.shared.first.get().copied()
+        self.member.page.first()
     }
 
     /// Waits until every rank is here. Collective.
@@ -151,13 +159,57 @@ impl World {
         self.exchange("barrier", Ok(())).map(|_| ())
     }
 
+    /// Every rank's bytes, in the order of ranks. Collective; fails on all ranks when one rank brings an error.
+    ///
+    /// ```
+    /// use moe_kernels::{Backend, ep::World};
+    /// let ranks = World::run(&Backend::cpu(), 2, |world| world.gather(Ok(vec![7; 1 + world.rank().index()])))?;
+    /// assert_eq!(ranks[0].as_ref().unwrap(), &[vec![7], vec![7, 7]]);
+    /// # Ok::<(), moe_kernels::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// `Setup` around the error of a rank, `Memory`, `Timeout`, `Poisoned`.
+    pub fn gather(&self, bytes: Result<Vec<u8>>) -> Result<Vec<Vec<u8>>> {
+        const OP: Name = "gather";
+        let lens: Vec<u64> = self.exchange(OP, bytes.as_ref().map(|b| b.len() as u64).map_err(Clone::clone))?;
+        let word_bytes = size_of::<u64>();
+        let filled = bytes.and_then(|bytes| {
+            let memory = self.member.allocate(bytes.len().next_multiple_of(word_bytes))?;
+            let words = Words::<AtomicU64>::new(memory.clone(), 0, bytes.len().div_ceil(word_bytes));
+            for (word, chunk) in words.iter().zip(bytes.chunks(word_bytes)) {
+                let mut value = [0; size_of::<u64>()];
+                value[..chunk.len()].copy_from_slice(chunk);
+                word.store(u64::from_le_bytes(value), Ordering::Relaxed);
+            }
+            Ok(memory)
+        });
+        // The exchange orders the words before the reads.
+        let memories = self.member.exchange_memory(OP, filled)?;
+        let read = |(memory, len): (Arc<Symmetric>, u64)| {
+            let len = len as usize;
+            let words = Words::<AtomicU64>::new(memory, 0, len.div_ceil(word_bytes));
+            let mut bytes: Vec<u8> = words.iter().flat_map(|word| word.load(Ordering::Relaxed).to_le_bytes()).collect();
+            bytes.truncate(len);
+            bytes
+        };
+        Ok(memories.into_iter().zip(lens).map(read).collect())
+    }
+
     /// Every rank's value, in the order of ranks. Collective; fails on all ranks when one rank brings an error or does not come.
-    pub(crate) fn exchange<T: Clone + Send + Sync + 'static>(&self, op: &'static str, value: Result<T>) -> Result<Vec<T>> {
+    pub(crate) fn exchange<T: Serialize + DeserializeOwned>(&self, op: Name, value: Result<T>) -> Result<Vec<T>> {
         self.member.exchange(op, value)
     }
 
     pub(crate) fn member(&self) -> &Arc<Member> {
         &self.member
+    }
+}
+
+pub(super) fn check_size(size: usize) -> Result<()> {
+    match (1..=MAX_RANKS).contains(&size) {
+        true => Ok(()),
+        false => Err(Error::invalid("world", "size", size, format!("1 to {MAX_RANKS}"))),
     }
 }
 
@@ -167,50 +219,40 @@ impl Member {
     }
 
     pub fn size(&self) -> usize {
-        self.shared.left.len()
+        self.page.world()
     }
 
     pub fn cpu(&self) -> &Cpu {
         &self.cpu
     }
 
-    /// What wakes the thread of `rank`.
-    pub fn doorbell(&self, rank: usize) -> &Doorbell {
-        &self.shared.doorbells[rank]
+    #[cfg(target_os = "linux")]
+    pub(super) fn page(&self) -> &Page {
+        &self.page
     }
 
-    /// Wakes every rank that waits.
-    pub fn ring_all(&self) {
-        self.shared.doorbells.iter().for_each(Doorbell::ring);
+    /// What wakes the thread of `rank`.
+    pub fn doorbell(&self, rank: usize) -> &Bell {
+        &self.page.ranks[rank].bell
     }
 
     pub fn has_left(&self, rank: usize) -> bool {
-        self.shared.left[rank].load(Ordering::Acquire)
+        self.page.has_left(rank)
     }
 
     /// Notes what this rank does from now on.
     pub fn set_doing(&self, doing: Doing) {
-        *lock(&self.doing) = doing;
+        self.page.set_doing(self.rank.index(), doing);
     }
 
     /// `Poisoned` once the world has failed.
     pub fn check_alive(&self) -> Result<()> {
-        self.shared.first.get().map_or(Ok(()), |&first| Err(Error::Poisoned { first }))
-    }
-
-    fn record(&self, kind: FailureKind) -> Failure {
-        let Doing { op, phase, epoch } = *lock(&self.doing);
-        Failure { kind, op, phase, rank: self.rank, peer: self.rank, epoch, seen: epoch }
+        self.page.first().map_or(Ok(()), |first| Err(Error::Poisoned { first }))
     }
 
     /// Stores the world's first failure, if this is it, wakes everybody and returns the first.
     pub fn fail(&self, failure: Failure) -> Failure {
-        let first = *self.shared.first.get_or_init(|| failure);
-        self.ring_all();
-        // The board's lock orders the record before the check of a rank that is about to sleep there.
-        drop(lock(&self.shared.board));
-        self.shared.board_changed.notify_all();
-        first
+        self.page.fail(self.rank, failure)
     }
 
     /// The error of a rank that gave up waiting with `failure`.
@@ -221,67 +263,98 @@ impl Member {
         }
     }
 
-    fn exchange<T: Clone + Send + Sync + 'static>(&self, op: &'static str, value: Result<T>) -> Result<Vec<T>> {
-        let key = self.num_exchanges.fetch_add(1, Ordering::Relaxed);
-        self.set_doing(Doing { op, phase: "setup", epoch: key + 1 });
-        let deadline = Instant::now() + self.setup_timeout;
-        let me = self.rank.index();
-        let mut board = lock(&self.shared.board);
-        let meeting = board.entry(key).or_insert_with(|| Meeting { posted: vec![None; self.size()], num_read: 0 });
-        meeting.posted[me] = Some(value.map(|v| Arc::new(v) as Arc<dyn Any + Send + Sync>));
-        self.shared.board_changed.notify_all();
-        loop {
-            let meeting = board.get_mut(&key).expect("a meeting lasts until all have read it");
-            let Some(missing) = meeting.posted.iter().position(Option::is_none) else { break };
-            self.check_alive()?;
-            let failure = |kind, rank| Failure { kind, op, phase: "setup", rank, peer: Rank(missing as u32), epoch: key + 1, seen: key };
-            if self.has_left(missing) {
-                drop(board);
-                return Err(self.timed_out(failure(FailureKind::Left, Rank(missing as u32)), self.setup_timeout));
+    /// What every rank brings, in the order of ranks.
+    fn meet(&self, posted: Posted) -> Result<Vec<Posted>> {
+        let key = self.num_meetings.fetch_add(1, Ordering::Relaxed);
+        let op = posted.op;
+        let (me, size) = (self.rank.index(), self.size());
+        let posted = match &self.link {
+            Link::Threads(board) => {
+                board.post(key, size, me, posted);
+                None
             }
-            let left = deadline.saturating_duration_since(Instant::now());
-            if left.is_zero() {
-                drop(board);
-                return Err(self.timed_out(failure(FailureKind::Timeout, self.rank), self.setup_timeout));
-            }
-            board = self.shared.board_changed.wait_timeout(board, left).unwrap_or_else(PoisonError::into_inner).0;
+            #[cfg(target_os = "linux")]
+            Link::Processes(_) => Some(posted),
+        };
+        self.page.meet(me, key + 1);
+        let doing = Doing { op, phase: "setup", epoch: key + 1 };
+        self.wait(doing, self.setup_timeout, || match (0..size).find(|&r| self.page.num_meetings(r) <= key) {
+            None => Poll::Ready,
+            Some(peer) => Poll::Missing { peer, seen: self.page.num_meetings(peer) },
+        })?;
+        match (&self.link, posted) {
+            (Link::Threads(board), _) => Ok(board.take(key)),
+            #[cfg(target_os = "linux")]
+            (Link::Processes(link), Some(posted)) => link.exchange(self, key, posted, self.setup_timeout),
+            #[cfg(target_os = "linux")]
+            (Link::Processes(_), None) => Ok(Vec::new()),
         }
-        let meeting = board.get_mut(&key).expect("a meeting lasts until all have read it");
-        let posted = meeting.posted.clone();
-        meeting.num_read += 1;
-        if meeting.num_read == self.size() {
-            board.remove(&key);
-        }
-        drop(board);
-        values(op, posted)
     }
-}
 
-/// Every rank's value, or the error of the lowest rank that brought one: the same on all ranks.
-fn values<T: Clone + 'static>(op: &'static str, posted: Vec<Option<Posted>>) -> Result<Vec<T>> {
-    let posted: Vec<Posted> = posted.into_iter().flatten().collect();
-    let errors: Vec<_> = posted.iter().enumerate().filter_map(|(r, p)| p.as_ref().err().map(|e| (r, e))).collect();
-    if let Some(&(rank, error)) = errors.first() {
-        if errors.len() == posted.len() && errors.iter().all(|(_, e)| *e == error) {
-            return Err(error.clone());
-        }
-        return Err(Error::Setup { op, rank: Rank(rank as u32), error: Box::new(error.clone()) });
+    fn exchange<T: Serialize + DeserializeOwned>(&self, op: Name, value: Result<T>) -> Result<Vec<T>> {
+        values(op, &self.meet(Posted::new(op, value))?)
     }
-    let value = |p: &Posted| p.as_ref().ok().and_then(|v| v.downcast_ref::<T>()).cloned();
-    let differs = || Error::invalid(op, "collective call", "another operation on some rank", "the same on all ranks, in the same order");
-    posted.iter().map(|p| value(p).ok_or_else(differs)).collect()
+
+    /// Zeroed memory that [`exchange_memory`](Self::exchange_memory) can share.
+    pub fn allocate(&self, num_bytes: usize) -> Result<Arc<Symmetric>> {
+        match &self.link {
+            Link::Threads(_) => Symmetric::new(num_bytes).map(Arc::new),
+            #[cfg(target_os = "linux")]
+            Link::Processes(_) => Symmetric::shared(num_bytes).map(Arc::new),
+        }
+    }
+
+    /// The memory of every rank, all of it mapped by all ranks. Collective; fails on all ranks when one brings an error.
+    pub fn exchange_memory(&self, op: Name, memory: Result<Arc<Symmetric>>) -> Result<Vec<Arc<Symmetric>>> {
+        match &self.link {
+            Link::Threads(_) => {
+                let posted = Posted { memory: memory.as_ref().ok().cloned(), ..Posted::new(op, memory.map(|_| ())) };
+                let all = self.meet(posted)?;
+                values::<()>(op, &all)?;
+                Ok(all.into_iter().filter_map(|posted| posted.memory).collect())
+            }
+            #[cfg(target_os = "linux")]
+            Link::Processes(_) => {
+                use std::os::fd::AsFd;
+                let file = |memory: &Arc<Symmetric>| {
+                    let io = |why: String| Error::Io { what: "passing on shared memory".into(), why };
+                    let file = memory.file().ok_or_else(|| io("the memory is this process's alone".into()))?;
+                    Ok(vec![file.try_clone_to_owned().map_err(|e| io(e.to_string()))?])
+                };
+                let files = self.exchange_files(op, memory.as_ref().map_err(Clone::clone).and_then(file))?;
+                let map = |(rank, files): (usize, Vec<Arc<OwnedFd>>)| match (&memory, files.first()) {
+                    // One address for an allocation in a process.
+                    (Ok(mine), _) if rank == self.rank.index() => Ok(mine.clone()),
+                    (_, Some(file)) => Symmetric::map(file.as_fd()).map(Arc::new),
+                    _ => Err(Error::invalid(op, "collective call", "another operation on some rank", "the same on all ranks")),
+                };
+                let mapped = files.into_iter().enumerate().map(map).collect::<Result<Vec<_>>>();
+                // Nobody uses the memory before all have mapped it.
+                self.exchange(op, mapped.as_ref().map(|_| ()).map_err(Clone::clone))?;
+                mapped
+            }
+        }
+    }
+
+    /// Open files of every rank: between processes each gets files of its own, which are the same as the sender's. Collective; fails on all
+    /// ranks when one brings an error.
+    pub fn exchange_files(&self, op: Name, files: Result<Vec<OwnedFd>>) -> Result<Vec<Vec<Arc<OwnedFd>>>> {
+        let (num, files) = match files {
+            Ok(files) => (Ok(files.len()), files.into_iter().map(Arc::new).collect()),
+            Err(error) => (Err(error), Vec::new()),
+        };
+        let all = self.meet(Posted { files, ..Posted::new(op, num) })?;
+        values::<usize>(op, &all)?;
+        Ok(all.into_iter().map(|posted| posted.files).collect())
+    }
 }
 
 impl Drop for Member {
     fn drop(&mut self) {
-        self.shared.left[self.rank.index()].store(true, Ordering::Release);
         if std::thread::panicking() {
-            self.fail(self.record(FailureKind::Panicked));
+            self.fail(self.page.record(FailureKind::Panicked, self.rank));
         }
-        // As in `fail`, for the flag.
-        drop(lock(&self.shared.board));
-        self.shared.board_changed.notify_all();
-        self.ring_all();
+        self.page.leave(self.rank.index());
     }
 }
 

@@ -127,7 +127,7 @@ pub enum RouteSource<'a> {
 }
 
 /// One stage of a call on one rank.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, serde::Serialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, serde::Serialize, serde::Deserialize)]
 pub struct Stage {
     /// Wall-clock time, waits for other ranks included.
     pub time: Duration,
@@ -138,7 +138,7 @@ pub struct Stage {
 }
 
 /// What a call did on one rank.
-#[derive(Debug, Clone, PartialEq, Default, serde::Serialize)]
+#[derive(Debug, Clone, PartialEq, Default, serde::Serialize, serde::Deserialize)]
 pub struct Report {
     /// Router logits and choice. With given routes only their copy.
     pub router: Stage,

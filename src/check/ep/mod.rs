@@ -5,6 +5,7 @@ mod arrival;
 mod buffer;
 pub mod cases;
 pub mod inputs;
+pub mod processes;
 mod rank;
 pub mod script;
 

@@ -22,6 +22,7 @@ use crate::tensor::{DType, TensorView};
 const EXTRA_ROWS: usize = 2;
 
 /// What one rank saw.
+#[derive(serde::Serialize, serde::Deserialize)]
 pub(super) struct RankReport {
     /// What differs from the oracle.
     pub(super) faults: Vec<String>,

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use super::inputs::elements;
-use super::rank::run_rank;
+use super::rank::{RankReport, run_rank};
 use crate::backend::Backend;
 use crate::check::Failed;
 use crate::ep::{Config, World};
@@ -262,23 +262,40 @@ impl Prepared {
         let script = &self.script;
         let fail = |text: String| Failed(format!("{} [{backend:?}, world {}]: {text}", script.name, script.world));
         let results = World::run(backend, script.world, |world| run_rank(self, &world)).map_err(|e| fail(e.to_string()))?;
-        // A rank that differs is the cause; ranks that waited for one that failed are not.
-        let cause = |e: &Error| !matches!(e, Error::Timeout { .. } | Error::Poisoned { .. });
-        if let Some(text) = results.iter().flatten().find_map(|r| r.faults.first()) {
-            return Err(fail(text.clone()));
-        }
-        let mut errors: Vec<(usize, &Error)> = results.iter().enumerate().filter_map(|(r, x)| x.as_ref().err().map(|e| (r, e))).collect();
-        errors.sort_by_key(|(_, e)| !cause(e));
-        if let Some((rank, error)) = errors.first() {
-            return Err(fail(format!("rank {rank}: {error}")));
-        }
-        let mut report = Report { out: Vec::new(), digest: 0 };
-        let mut hasher = DefaultHasher::new();
-        for rank in results.into_iter().flatten() {
-            rank.digest.hash(&mut hasher);
-            report.out.push(rank.out);
-        }
-        report.digest = hasher.finish();
-        Ok(report)
+        report_of(results, fail)
     }
+}
+
+/// Runs a script as one rank of `world`, whose other ranks do the same, and reports what all saw. Collective; every rank returns the same.
+///
+/// # Errors
+/// As [`Prepared::run`].
+pub(super) fn run_joined(prepared: &Prepared, world: &World) -> Result<Report, Failed> {
+    let script = &prepared.script;
+    let fail = |text: String| Failed(format!("{} [world {} of processes]: {text}", script.name, script.world));
+    let mine = run_rank(prepared, world);
+    // A rank that could not go on has told the others, or is told by the exchange.
+    let all: Vec<Result<RankReport, Error>> = world.exchange("check", Ok(mine)).map_err(|e| fail(e.to_string()))?;
+    report_of(all, fail)
+}
+
+fn report_of(results: Vec<Result<RankReport, Error>>, fail: impl Fn(String) -> Failed) -> Result<Report, Failed> {
+    // A rank that differs is the cause; ranks that waited for one that failed are not.
+    let cause = |e: &Error| !matches!(e, Error::Timeout { .. } | Error::Poisoned { .. });
+    if let Some(text) = results.iter().flatten().find_map(|r| r.faults.first()) {
+        return Err(fail(text.clone()));
+    }
+    let mut errors: Vec<(usize, &Error)> = results.iter().enumerate().filter_map(|(r, x)| x.as_ref().err().map(|e| (r, e))).collect();
+    errors.sort_by_key(|(_, e)| !cause(e));
+    if let Some((rank, error)) = errors.first() {
+        return Err(fail(format!("rank {rank}: {error}")));
+    }
+    let mut report = Report { out: Vec::new(), digest: 0 };
+    let mut hasher = DefaultHasher::new();
+    for rank in results.into_iter().flatten() {
+        rank.digest.hash(&mut hasher);
+        report.out.push(rank.out);
+    }
+    report.digest = hasher.finish();
+    Ok(report)
 }

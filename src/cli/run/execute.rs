@@ -40,7 +40,7 @@ pub struct RankRun {
 pub struct Buffer(Vec<u128>);
 
 impl Buffer {
-    fn new(len: usize, fill: u128) -> Self {
+    pub fn new(len: usize, fill: u128) -> Self {
         Buffer(vec![fill; len.div_ceil(size_of::<u128>())])
     }
 
@@ -59,22 +59,41 @@ impl Weights {
     /// Makes the weights of every rank, or takes them from the model's file.
     pub fn new(backend: &Backend, config: &BlockConfig, model: &Model, ranks: usize, seed: u64) -> Result<Self> {
         let progress = Progress::new(ranks + 1, "making weights");
-        let common = match &model.layer {
-            Some(layer) => layer.common()?,
-            None => CommonWeights::from_seed(backend, &config.shape, config.weight_dtype, seed)?,
-        };
+        let common = Self::common(backend, config, model, seed)?;
         progress.step();
-        let placement = config.ep().placement(ranks)?;
         let of_rank = |rank: usize| {
-            let ids = placement.experts_of(Rank(rank as u32));
-            let weights = match &model.layer {
-                Some(layer) => layer.experts(ids),
-                None => ExpertWeights::from_seed(backend, &config.shape, config.weight_dtype, seed, ids),
-            };
+            let weights = Self::experts(backend, config, model, ranks, rank, seed);
             progress.step();
-            weights.map(Arc::new)
+            weights
         };
-        Ok(Weights { common: Arc::new(common), experts: (0..ranks).map(of_rank).collect::<Result<_>>()? })
+        Ok(Weights { common, experts: (0..ranks).map(of_rank).collect::<Result<_>>()? })
+    }
+
+    /// What every rank has.
+    pub fn common(backend: &Backend, config: &BlockConfig, model: &Model, seed: u64) -> Result<Arc<CommonWeights>> {
+        let common = match &model.layer {
+            Some(layer) => layer.common(),
+            None => CommonWeights::from_seed(backend, &config.shape, config.weight_dtype, seed),
+        };
+        common.map(Arc::new)
+    }
+
+    /// The experts of one of `ranks`.
+    pub fn experts(
+        backend: &Backend,
+        config: &BlockConfig,
+        model: &Model,
+        ranks: usize,
+        rank: usize,
+        seed: u64,
+    ) -> Result<Arc<ExpertWeights>> {
+        let placement = config.ep().placement(ranks)?;
+        let ids = placement.experts_of(Rank(rank as u32));
+        let weights = match &model.layer {
+            Some(layer) => layer.experts(ids),
+            None => ExpertWeights::from_seed(backend, &config.shape, config.weight_dtype, seed, ids),
+        };
+        weights.map(Arc::new)
     }
 }
 
@@ -87,14 +106,39 @@ pub fn execute(
     num_iterations: usize,
     seed: u64,
 ) -> Result<Vec<RankRun>> {
-    let ranks = weights.experts.len();
     let progress = Progress::new(num_iterations + 1, "running");
-    let results = World::run(backend, ranks, |world| {
+    let work = Work { backend, config, source, num_iterations, seed };
+    let results = World::run(backend, weights.experts.len(), |world| {
+        let progress = (world.rank() == Rank(0)).then_some(&progress);
+        work.on_rank(&world, &weights.common, &weights.experts[world.rank().index()], progress)
+    })?;
+    all(results)
+}
+
+/// What every rank does.
+pub struct Work<'a> {
+    pub backend: &'a Backend,
+    pub config: &'a BlockConfig,
+    pub source: &'a Source,
+    pub num_iterations: usize,
+    pub seed: u64,
+}
+
+impl Work<'_> {
+    /// One rank's part; it shows `progress` if it has one.
+    pub fn on_rank(
+        &self,
+        world: &World,
+        common: &Arc<CommonWeights>,
+        experts: &Arc<ExpertWeights>,
+        progress: Option<&Progress>,
+    ) -> Result<RankRun> {
+        let Work { backend, config, source, num_iterations, seed } = *self;
         let rank = world.rank().index();
-        let tokens = share(source.num_tokens, ranks, rank);
+        let tokens = share(source.num_tokens, world.size(), rank);
         let (hidden, shape) = (config.shape.hidden, [tokens.len(), config.shape.hidden]);
         let x = tokens_from_seed(backend, hidden, config.dtype, seed, tokens.start, tokens.len())?;
-        let mut block = Block::new(&world, config.clone(), weights.common.clone(), weights.experts[rank].clone())?;
+        let mut block = Block::new(world, config.clone(), common.clone(), experts.clone())?;
         let routes = source.routes.as_ref().map_or(RouteSource::Router, |routes| RouteSource::Given(&routes[rank]));
         let mut out = Buffer::new(x.len(), u128::MAX); // not a number in any float type
         let mut first: Option<Buffer> = None;
@@ -112,14 +156,13 @@ pub fn execute(
                 Some(first) => is_repeatable &= *first == out,
                 None => first = Some(out.clone()),
             }
-            if rank == 0 {
+            if let Some(progress) = progress {
                 progress.step();
             }
         }
         let routes = block.routes().clone();
         Ok(RankRun { iterations, routes, x, out, is_repeatable })
-    })?;
-    all(results)
+    }
 }
 
 /// The results of all ranks, or the error that explains the others: that of the lowest rank that did not merely hear of it.

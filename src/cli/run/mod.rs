@@ -6,16 +6,20 @@ mod golden;
 mod model;
 mod options;
 mod print;
+mod processes;
 mod record;
 mod source;
 mod verdict;
 
 pub use options::Arguments;
+pub use processes::launch;
 
-use moe_kernels::Result;
-use moe_kernels::layer::Memory;
+#[cfg(target_os = "linux")]
+use moe_kernels::ep::Rendezvous;
+use moe_kernels::layer::{BlockConfig, Memory};
 use moe_kernels::measure::Environment;
 use moe_kernels::routing::{Load, Routes};
+use moe_kernels::{Backend, Result};
 
 use self::execute::{RankRun, Weights, execute};
 use self::model::Model;
@@ -27,67 +31,110 @@ use crate::output::Output;
 /// Runs the job; `false` when its result is wrong.
 pub fn run(arguments: &Arguments, output: &mut Output) -> Result<bool> {
     arguments.check()?;
+    #[cfg(target_os = "linux")]
+    if Rendezvous::is_in_env() {
+        return processes::run_rank(arguments, output);
+    }
     let backend = arguments.backend()?;
     let checkpoint = Model::of_checkpoint(arguments)?;
     if let Some(model) = &checkpoint
         && let Some(path) = model.recording(arguments)?
     {
+        processes::refuse_recording(arguments)?;
         return golden::run(arguments, &backend, model, &path, output);
     }
-    let source = Source::choose(arguments, checkpoint)?;
-    let config = arguments.block(&source.model, source.num_tokens, false)?;
-    let placement = config.ep().placement(arguments.ranks)?;
-    let memory = Memory::of(&config, arguments.ranks)?;
-    memory.check()?;
-    let sink = arguments.json.as_deref().map(Sink::open).transpose()?;
+    let task = Task::new(arguments, backend, checkpoint)?;
+    if arguments.processes {
+        return processes::launch(arguments.ranks);
+    }
+    let start = task.announce(output)?;
+    let Task { backend, source, config, .. } = &task;
+    let weights = Weights::new(backend, config, &source.model, arguments.ranks, arguments.seed)?;
+    let runs = execute(backend, config, &weights, source, arguments.iterations, arguments.seed)?;
+    task.finish(start, &weights, &runs, output)
+}
 
-    let environment = Environment::record();
-    let job = Job::new(arguments, &config, &source, backend.name());
-    print::job(output, &environment, &job, &memory)?;
+/// What is to be run.
+struct Task<'a> {
+    arguments: &'a Arguments,
+    backend: Backend,
+    source: Source,
+    config: BlockConfig,
+    memory: Memory,
+}
 
-    let weights = Weights::new(&backend, &config, &source.model, arguments.ranks, arguments.seed)?;
-    let runs = execute(&backend, &config, &weights, &source, arguments.iterations, arguments.seed)?;
-    let load = Load::new(&all_routes(&runs, job.k), &placement);
-    let verdict = verify(&backend, &config, &weights, &source, &runs, &load, arguments.check_tokens)?;
+/// What is known and open before the run.
+struct Start {
+    environment: Environment,
+    job: Job,
+    sink: Option<Sink>,
+}
 
-    let (stages, total) = stages(&runs);
-    let mut notes = source.notes;
-    if !job.num_experts.is_multiple_of(arguments.ranks) {
-        notes.push(format!(
-            "{} experts do not divide by {} ranks: expert e is on rank floor(e * {} / {}), so ranks own {} or {}",
-            job.num_experts,
-            arguments.ranks,
-            arguments.ranks,
-            job.num_experts,
-            job.num_experts / arguments.ranks,
-            job.num_experts.div_ceil(arguments.ranks)
-        ));
+impl<'a> Task<'a> {
+    fn new(arguments: &'a Arguments, backend: Backend, checkpoint: Option<Model>) -> Result<Self> {
+        let source = Source::choose(arguments, checkpoint)?;
+        let config = arguments.block(&source.model, source.num_tokens, false)?;
+        let memory = Memory::of(&config, arguments.ranks)?;
+        memory.check()?;
+        Ok(Task { arguments, backend, source, config, memory })
     }
-    if arguments.ranks > environment.num_cores {
-        notes.push(format!(
-            "{} ranks share {} cores, so a stage's time includes the turns of other ranks",
-            arguments.ranks, environment.num_cores
-        ));
+
+    /// Says what will be run.
+    fn announce(&self, output: &mut Output) -> Result<Start> {
+        let sink = self.arguments.json.as_deref().map(Sink::open).transpose()?;
+        let environment = Environment::record();
+        let job = Job::new(self.arguments, &self.config, &self.source, self.backend.name());
+        print::job(output, &environment, &job, &self.memory)?;
+        Ok(Start { environment, job, sink })
     }
-    if environment.profile != "release" {
-        notes.push("this is a debug build: its times mean nothing".into());
+
+    /// Checks what all ranks did, and says how it went; `false` when a result is wrong.
+    fn finish(self, start: Start, weights: &Weights, runs: &[RankRun], output: &mut Output) -> Result<bool> {
+        let Task { arguments, backend, source, config, memory } = self;
+        let Start { environment, job, sink } = start;
+        let placement = config.ep().placement(arguments.ranks)?;
+        let load = Load::new(&all_routes(runs, job.k), &placement);
+        let verdict = verify(&backend, &config, weights, &source, runs, &load, arguments.check_tokens)?;
+
+        let (stages, total) = stages(runs);
+        let mut notes = source.notes;
+        if !job.num_experts.is_multiple_of(arguments.ranks) {
+            notes.push(format!(
+                "{} experts do not divide by {} ranks: expert e is on rank floor(e * {} / {}), so ranks own {} or {}",
+                job.num_experts,
+                arguments.ranks,
+                arguments.ranks,
+                job.num_experts,
+                job.num_experts / arguments.ranks,
+                job.num_experts.div_ceil(arguments.ranks)
+            ));
+        }
+        if arguments.ranks > environment.num_cores {
+            notes.push(format!(
+                "{} ranks share {} cores, so a stage's time includes the turns of other ranks",
+                arguments.ranks, environment.num_cores
+            ));
+        }
+        if environment.profile != "release" {
+            notes.push("this is a debug build: its times mean nothing".into());
+        }
+        let record = Record {
+            tokens_per_second: job.num_tokens as f64 / total.slowest.median.max(f64::MIN_POSITIVE),
+            environment,
+            job,
+            memory,
+            stages,
+            total,
+            load: LoadRecord::new(&load, &placement),
+            notes,
+            verdict,
+        };
+        print::results(output, &record)?;
+        if let Some(sink) = sink {
+            sink.write(&record)?;
+        }
+        Ok(record.verdict.is_right)
     }
-    let record = Record {
-        tokens_per_second: job.num_tokens as f64 / total.slowest.median.max(f64::MIN_POSITIVE),
-        environment,
-        job,
-        memory,
-        stages,
-        total,
-        load: LoadRecord::new(&load, &placement),
-        notes,
-        verdict,
-    };
-    print::results(output, &record)?;
-    if let Some(sink) = sink {
-        sink.write(&record)?;
-    }
-    Ok(record.verdict.is_right)
 }
 
 /// The routes of all ranks, in the order of ranks.
@@ -104,8 +151,6 @@ fn all_routes(runs: &[RankRun], k: usize) -> Routes {
 #[cfg(test)]
 mod tests {
     use clap::Parser;
-    use moe_kernels::Backend;
-    use moe_kernels::layer::BlockConfig;
 
     use super::verdict::Verdict;
     use super::*;

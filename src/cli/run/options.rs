@@ -17,7 +17,7 @@ use super::model::Model;
 pub const DEFAULT_TOKENS: usize = 2048;
 
 /// Bound of a rank's waits. Arbitrary: ranks that share a busy machine's cores wait for each other's experts, a minute and more in the largest models.
-const TIMEOUT: Duration = Duration::from_secs(600);
+pub const TIMEOUT: Duration = Duration::from_secs(600);
 
 /// Options of `moe run`.
 #[derive(Debug, Clone, clap::Args)]
@@ -50,9 +50,12 @@ pub struct Arguments {
     /// Tokens of all ranks together [default: 2048, or the rows of a shorter trace]
     #[arg(long, value_name = "N")]
     pub tokens: Option<usize>,
-    /// Ranks: threads of this process, each with its own experts and tokens
+    /// Ranks, each with its own experts and tokens: threads of this process. Under torchrun the processes that it started are the ranks
     #[arg(long, value_name = "R", default_value_t = 4)]
     pub ranks: usize,
+    /// Each rank is a process of its own
+    #[arg(long)]
+    pub processes: bool,
     /// Where it runs: auto or cpu
     #[arg(long, value_name = "NAME", default_value = "auto")]
     pub backend: String,

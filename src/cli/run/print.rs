@@ -42,8 +42,15 @@ pub fn job(output: &mut Output, environment: &Environment, job: &Job, memory: &M
         (
             "ranks",
             format!(
-                "{} on {}; layout {}, reduce {}, rounding {}, mode {}, wire {}",
-                job.num_ranks, job.backend, job.layout, job.reduce, job.rounding, job.mode, job.wire
+                "{}{} on {}; layout {}, reduce {}, rounding {}, mode {}, wire {}",
+                job.num_ranks,
+                if job.is_processes { " processes" } else { "" },
+                job.backend,
+                job.layout,
+                job.reduce,
+                job.rounding,
+                job.mode,
+                job.wire
             ),
         ),
         (

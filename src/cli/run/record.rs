@@ -46,6 +46,8 @@ pub struct Job {
     /// Tokens are those of a recording.
     pub is_recorded: bool,
     pub num_ranks: usize,
+    /// Each rank is a process, not a thread.
+    pub is_processes: bool,
     pub num_iterations: usize,
     pub seed: u64,
     pub backend: &'static str,
@@ -131,6 +133,7 @@ impl Job {
             num_tokens,
             is_recorded: false,
             num_ranks: arguments.ranks,
+            is_processes: arguments.processes,
             num_iterations: arguments.iterations,
             seed: arguments.seed,
             backend,

@@ -1,0 +1,335 @@
+//! The page of a world: who has failed, left, met and sleeps. Atomics alone, in memory of one process or of several.
+#![forbid(unsafe_code)]
+
+use std::sync::atomic::{AtomicU32, AtomicU64, Ordering, fence};
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use super::symmetric::{Symmetric, Words};
+use super::world::lock;
+use crate::error::{Failure, FailureKind};
+use crate::id::Rank;
+use crate::name::{Name, intern};
+
+/// Bytes of a name in a record (arbitrary: longer than every name here; the rest of a longer one is lost).
+const NAME_WORDS: usize = 4;
+const RECORD_WORDS: usize = 2 * NAME_WORDS + 3;
+
+/// What one rank says about itself. Zeros at first.
+#[derive(Debug)]
+#[repr(C, align(64))] // 64: a cache line (derived)
+pub(crate) struct RankPage {
+    pub bell: Bell,
+    /// Keeps what peers read in every post apart from what the rank writes in every wait.
+    _line: [u8; 56],
+    /// 1 once the rank has left.
+    left: AtomicU64,
+    /// Collective calls that it has entered.
+    num_meetings: AtomicU64,
+    /// What it does, packed.
+    doing: AtomicU64,
+    /// The failure that it found, complete before the world's first failure can name this rank.
+    record: [AtomicU64; RECORD_WORDS],
+}
+
+/// Operation, phase and epoch.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Doing {
+    pub op: Name,
+    pub phase: Name,
+    pub epoch: u64,
+}
+
+/// Names that a rank's own note can hold; of others, and before its first note, it holds the first. A rank that dies cannot say what it did in any
+/// other way.
+const NAMES: [Name; 12] =
+    ["setup", "world", "barrier", "gather", "ep setup", "dispatch", "replay", "combine", "counts", "rows", "ready", "block"];
+
+fn code(name: Name) -> u64 {
+    NAMES.iter().position(|n| *n == name).unwrap_or(0) as u64
+}
+
+fn name_of(code: u64) -> Name {
+    NAMES.get(code as usize & 0xFF).copied().unwrap_or(NAMES[0])
+}
+
+/// The page, as the ranks of one process see it.
+#[derive(Debug)]
+pub(crate) struct Page {
+    /// The abort word: 0, or 1 + the rank whose record is the world's first failure. Set once; read by every wait.
+    first: Words<AtomicU64>,
+    pub ranks: Words<RankPage>,
+    /// Held by the rank of this process that stores a record.
+    recording: Mutex<()>,
+}
+
+impl Page {
+    /// Bytes of the page of `world` ranks.
+    pub fn num_bytes(world: usize) -> usize {
+        (world + 1) * size_of::<RankPage>()
+    }
+
+    /// The page in `memory`, which has [`num_bytes`](Self::num_bytes).
+    pub fn new(memory: Arc<Symmetric>, world: usize) -> Self {
+        let ranks = Words::new(memory.clone(), size_of::<RankPage>(), world);
+        Page { first: Words::new(memory, 0, 1), ranks, recording: Mutex::new(()) }
+    }
+
+    pub fn world(&self) -> usize {
+        self.ranks.len()
+    }
+
+    /// The first failure of the world.
+    #[inline]
+    pub fn first(&self) -> Option<Failure> {
+        // sync first: acquire, pairs with the exchange in `fail`
+        match self.first[0].load(Ordering::Acquire) {
+            0 => None,
+            of => Some(self.ranks[of as usize - 1].read_record()),
+        }
+    }
+
+    /// Stores the world's first failure, if this is it, wakes everybody and returns the first. `me` is the rank of this process that found it.
+    pub fn fail(&self, me: Rank, failure: Failure) -> Failure {
+        {
+            let _one_at_a_time = lock(&self.recording);
+            if self.first().is_none() {
+                // Nobody reads it before the exchange succeeds, and it is written once: afterwards there is a first failure.
+                self.ranks[me.index()].write_record(failure);
+                // sync first: release, pairs with the load in `first`. Of several ranks one wins, for all.
+                let _ = self.first[0].compare_exchange(0, u64::from(me.0) + 1, Ordering::AcqRel, Ordering::Acquire);
+            }
+        }
+        self.ring_all();
+        self.first().unwrap_or(failure)
+    }
+
+    /// Wakes every rank that waits.
+    pub fn ring_all(&self) {
+        self.ranks.iter().for_each(|rank| rank.bell.ring());
+    }
+
+    pub fn has_left(&self, rank: usize) -> bool {
+        self.ranks[rank].left.load(Ordering::Acquire) != 0
+    }
+
+    pub fn leave(&self, rank: usize) {
+        self.ranks[rank].left.store(1, Ordering::Release);
+        self.ring_all();
+    }
+
+    /// Collective calls that `rank` has entered.
+    pub fn num_meetings(&self, rank: usize) -> u64 {
+        self.ranks[rank].num_meetings.load(Ordering::Acquire)
+    }
+
+    /// `rank` enters its `num`-th collective call.
+    pub fn meet(&self, rank: usize, num: u64) {
+        self.ranks[rank].num_meetings.store(num, Ordering::Release);
+        self.ring_all();
+    }
+
+    /// Notes what `rank` does from now on.
+    pub fn set_doing(&self, rank: usize, Doing { op, phase, epoch }: Doing) {
+        self.ranks[rank].doing.store(epoch << 16 | code(op) << 8 | code(phase), Ordering::Relaxed);
+    }
+
+    /// What `rank` did last, as a failure that is its own.
+    pub fn record(&self, kind: FailureKind, rank: Rank) -> Failure {
+        let doing = self.ranks[rank.index()].doing.load(Ordering::Relaxed);
+        let epoch = doing >> 16;
+        Failure { kind, op: name_of(doing >> 8 & 0xFF), phase: name_of(doing & 0xFF), rank, peer: rank, epoch, seen: epoch }
+    }
+}
+
+const KINDS: [FailureKind; 4] = [FailureKind::Timeout, FailureKind::Panicked, FailureKind::Left, FailureKind::Died];
+
+impl RankPage {
+    fn write_record(&self, failure: Failure) {
+        let Failure { kind, op, phase, rank, peer, epoch, seen } = failure;
+        let kind = KINDS.iter().position(|k| *k == kind).unwrap_or(0) as u64;
+        let ids = [u64::from(rank.0) | u64::from(peer.0) << 16 | kind << 32, epoch, seen];
+        let words = pack_name(op).into_iter().chain(pack_name(phase)).chain(ids);
+        self.record.iter().zip(words).for_each(|(to, word)| to.store(word, Ordering::Relaxed));
+    }
+
+    fn read_record(&self) -> Failure {
+        let words: [u64; RECORD_WORDS] = std::array::from_fn(|i| self.record[i].load(Ordering::Relaxed));
+        let [ids, epoch, seen] = [0, 1, 2].map(|i| words[2 * NAME_WORDS + i]);
+        Failure {
+            kind: KINDS.get((ids >> 32) as usize).copied().unwrap_or(FailureKind::Died),
+            op: unpack_name(&words[..NAME_WORDS]),
+            phase: unpack_name(&words[NAME_WORDS..2 * NAME_WORDS]),
+            rank: Rank((ids & 0xFFFF) as u32),
+            peer: Rank((ids >> 16 & 0xFFFF) as u32),
+            epoch,
+            seen,
+        }
+    }
+}
+
+fn pack_name(name: Name) -> [u64; NAME_WORDS] {
+    let bytes = name.as_bytes();
+    std::array::from_fn(|w| {
+        let byte = |i: usize| u64::from(bytes.get(8 * w + i).copied().unwrap_or(0)) << (8 * i);
+        (0..8).map(byte).sum()
+    })
+}
+
+fn unpack_name(words: &[u64]) -> Name {
+    let bytes: Vec<u8> = words.iter().flat_map(|w| w.to_le_bytes()).take_while(|&b| b != 0).collect();
+    intern(&String::from_utf8_lossy(&bytes))
+}
+
+/// What wakes a parked rank.
+#[derive(Debug)]
+#[repr(C)]
+pub(crate) struct Bell {
+    /// What the system's queue of sleepers is keyed by; a ring changes it.
+    num_rings: AtomicU32,
+    num_parked: AtomicU32,
+}
+
+impl Bell {
+    /// Wakes whoever is parked here. Called after a word of theirs was stored.
+    pub fn ring(&self) {
+        // The store of the word comes before the load of the flag, as the store of the flag comes before the last poll in `park`: one of the
+        // two sides sees the other.
+        fence(Ordering::SeqCst);
+        if self.num_parked.load(Ordering::Relaxed) > 0 {
+            self.num_rings.fetch_add(1, Ordering::Release);
+            wake(&self.num_rings);
+        }
+    }
+
+    /// Sleeps until a ring, at most `nap`, unless `is_ready` already holds.
+    pub fn park(&self, nap: Duration, is_ready: impl FnOnce() -> bool) {
+        // Before the flag: a ring after this read makes the sleep end at once.
+        let num_rings = self.num_rings.load(Ordering::Acquire);
+        self.num_parked.fetch_add(1, Ordering::Relaxed);
+        fence(Ordering::SeqCst);
+        if !is_ready() {
+            sleep(&self.num_rings, num_rings, nap);
+        }
+        self.num_parked.fetch_sub(1, Ordering::Relaxed);
+    }
+}
+
+/// Sleeps until a wake, at most `nap`, if `word` still has this value. The queue is found by the memory under the word, so it reaches across processes.
+#[cfg(target_os = "linux")]
+fn sleep(word: &AtomicU32, value: u32, nap: Duration) {
+    use rustix::thread::futex;
+    let Ok(nap) = futex::Timespec::try_from(nap) else { return };
+    // Woken, changed, interrupted or too late: the caller polls again in any case.
+    let _ = futex::wait(word, futex::Flags::empty(), value, Some(&nap));
+}
+
+#[cfg(target_os = "linux")]
+fn wake(word: &AtomicU32) {
+    use rustix::thread::futex;
+    // No error is possible for a word that exists.
+    let _ = futex::wake(word, futex::Flags::empty(), i32::MAX as u32);
+}
+
+/// Without such queues a sleeper looks again soon (arbitrary: a tenth of a millisecond).
+#[cfg(not(target_os = "linux"))]
+fn sleep(word: &AtomicU32, value: u32, nap: Duration) {
+    if word.load(Ordering::Relaxed) == value {
+        std::thread::sleep(nap.min(Duration::from_micros(100)));
+    }
+}
+
+#[cfg(not(target_os = "linux"))]
+fn wake(_: &AtomicU32) {}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Instant;
+
+    use super::*;
+
+    fn page(world: usize) -> Page {
+        Page::new(Arc::new(Symmetric::new(Page::num_bytes(world)).unwrap()), world)
+    }
+
+    fn failure(kind: FailureKind, rank: u32) -> Failure {
+        Failure {
+            kind,
+            op: "dispatch",
+            phase: "a phase of thirty-two bytes, all",
+            rank: Rank(rank),
+            peer: Rank(63),
+            epoch: 1 << 40,
+            seen: 7,
+        }
+    }
+
+    #[test]
+    fn the_first_record_stays_whole() {
+        for kind in KINDS {
+            let page = page(64);
+            assert_eq!(page.first(), None);
+            assert_eq!(page.fail(Rank(5), failure(kind, 5)), failure(kind, 5));
+            assert_eq!(page.fail(Rank(3), failure(FailureKind::Left, 3)), failure(kind, 5));
+            assert_eq!(page.first(), Some(failure(kind, 5)));
+        }
+    }
+
+    /// As two processes would: each with its own lock, on one memory.
+    #[test]
+    fn one_of_two_failures_wins_for_both() {
+        const NUM: usize = 5000; // arbitrary: a store in place of the exchange is found every time
+        let memory = Arc::new(Symmetric::new(Page::num_bytes(2)).unwrap());
+        let memories: Vec<_> = (0..NUM).map(|_| Arc::new(Symmetric::new(Page::num_bytes(2)).unwrap())).collect();
+        let steps = Page::new(memory, 2);
+        let results = std::thread::scope(|scope| {
+            let threads = [0, 1].map(|rank| {
+                let (steps, memories) = (&steps, &memories);
+                scope.spawn(move || {
+                    let fail = |(step, memory): (usize, &Arc<Symmetric>)| {
+                        let page = Page::new(memory.clone(), 2);
+                        // Both at the same time.
+                        steps.meet(rank, step as u64 + 1);
+                        while steps.num_meetings(1 - rank) <= step as u64 {
+                            std::hint::spin_loop();
+                        }
+                        page.fail(Rank(rank as u32), failure(FailureKind::Died, rank as u32))
+                    };
+                    memories.iter().enumerate().map(fail).collect::<Vec<_>>()
+                })
+            });
+            threads.map(|thread| thread.join().unwrap())
+        });
+        for ((a, b), memory) in results[0].iter().zip(&results[1]).zip(&memories) {
+            let first = Page::new(memory.clone(), 2).first();
+            assert!(a == b && first == Some(*a), "{a:?} {b:?} {first:?}");
+        }
+    }
+
+    #[test]
+    fn a_note_names_what_a_rank_did() {
+        let page = page(3);
+        page.set_doing(1, Doing { op: "combine", phase: "ready", epoch: 12 });
+        let record = page.record(FailureKind::Died, Rank(1));
+        assert_eq!((record.op, record.phase, record.epoch, record.rank), ("combine", "ready", 12, Rank(1)));
+        page.set_doing(1, Doing { op: "something of a caller", phase: "setup", epoch: 1 });
+        assert_eq!(page.record(FailureKind::Died, Rank(1)).op, NAMES[0]);
+    }
+
+    #[test]
+    fn a_ring_ends_the_sleep() {
+        let page = page(1);
+        let start = Instant::now();
+        std::thread::scope(|scope| {
+            scope.spawn(|| page.ranks[0].bell.park(Duration::from_secs(20), || false));
+            while page.ranks[0].bell.num_parked.load(Ordering::Relaxed) == 0 {
+                std::thread::yield_now();
+            }
+            page.ranks[0].bell.ring();
+        });
+        assert!(start.elapsed() < Duration::from_secs(10), "the ring was lost");
+        // Ready at the last look: no sleep.
+        page.ranks[0].bell.park(Duration::from_secs(20), || true);
+        assert!(start.elapsed() < Duration::from_secs(10), "a rank slept although it was ready");
+    }
+}
