@@ -24,6 +24,8 @@ const DETAIL: &str = "MOE_KERNELS_TEST_DETAIL";
 /// Rounds of the stress test of 2 and 4 processes [default: 500]; a fifth of it with 8.
 const ROUNDS: &str = "MOE_STRESS_ROUNDS";
 
+type Test = fn() -> Result<(), Failed>;
+
 /// Every trial of this module.
 pub fn trials() -> Vec<Trial> {
     let mut trials = Vec::new();
@@ -41,7 +43,7 @@ pub fn trials() -> Vec<Trial> {
             add(format!("a killed process, in {step}::rank {victim}"), Box::new(move || killed(step, victim)));
         }
     }
-    let named: [(&str, fn() -> Result<(), Failed>); 16] = [
+    let named: [(&str, Test); 16] = [
         ("two killed processes", two_killed),
         ("a process killed while ranks meet", killed_in_the_meeting),
         ("a rank that never comes", never_comes),
@@ -102,7 +104,7 @@ pub fn child(work: &str) -> ExitCode {
         "meet" => met(&detail),
         "late" => Said::just(join().and_then(|w| never_dispatches_rank(&w))),
         "panic" => Said::just(join().and_then(|w| panic_rank(&w))),
-        "leave" => Said::just(join().and_then(|w| leave_rank(w))),
+        "leave" => Said::just(join().and_then(leave_rank)),
         "differ" => Said::just(join().and_then(|w| {
             let k = if w.rank() == Rank(2) { detail.parse().expect("a number") } else { config().k };
             ExpertParallel::new(&w, Config { k, ..config() }).map(|_| ())
