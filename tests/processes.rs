@@ -21,8 +21,10 @@ use crate::world::{BOUND, config, first_cause, one_call, one_dispatch, short, st
 pub const VARIABLE: &str = "MOE_KERNELS_TEST_RANK";
 /// A number or name that the work needs.
 const DETAIL: &str = "MOE_KERNELS_TEST_DETAIL";
-/// Rounds of the stress test of 2 and 4 processes; a fifth of it with 8. Short unless the environment asks for more.
+/// Rounds of the stress test of 2 and 4 processes [default: 500]; a fifth of it with 8.
 const ROUNDS: &str = "MOE_STRESS_ROUNDS";
+
+type Test = fn() -> Result<(), Failed>;
 
 /// Every trial of this module.
 pub fn trials() -> Vec<Trial> {
@@ -41,7 +43,7 @@ pub fn trials() -> Vec<Trial> {
             add(format!("a killed process, in {step}::rank {victim}"), Box::new(move || killed(step, victim)));
         }
     }
-    let named: [(&str, fn() -> Result<(), Failed>); 16] = [
+    let named: [(&str, Test); 16] = [
         ("two killed processes", two_killed),
         ("a process killed while ranks meet", killed_in_the_meeting),
         ("a rank that never comes", never_comes),
@@ -66,7 +68,7 @@ pub fn trials() -> Vec<Trial> {
 }
 
 fn num_rounds(ranks: usize) -> usize {
-    let rounds = std::env::var(ROUNDS).ok().and_then(|text| text.parse().ok()).unwrap_or(30);
+    let rounds = std::env::var(ROUNDS).ok().and_then(|text| text.parse().ok()).unwrap_or(500);
     if ranks > 4 { rounds / 5 } else { rounds }
 }
 
@@ -102,7 +104,7 @@ pub fn child(work: &str) -> ExitCode {
         "meet" => met(&detail),
         "late" => Said::just(join().and_then(|w| never_dispatches_rank(&w))),
         "panic" => Said::just(join().and_then(|w| panic_rank(&w))),
-        "leave" => Said::just(join().and_then(|w| leave_rank(w))),
+        "leave" => Said::just(join().and_then(leave_rank)),
         "differ" => Said::just(join().and_then(|w| {
             let k = if w.rank() == Rank(2) { detail.parse().expect("a number") } else { config().k };
             ExpertParallel::new(&w, Config { k, ..config() }).map(|_| ())
