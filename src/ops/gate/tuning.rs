@@ -102,9 +102,9 @@ pub(super) fn classes_of_tokens(limits: &Limits) -> std::ops::RangeInclusive<usi
 const MAX_COLUMN_BLOCKS: usize = 64;
 
 /// Vectors of s that a thread loads before it knows the gate; of `out` as many (measured on an H200, T = 4096, K = N = 2048, bf16, in us: with 1, 2, 4 vectors
-/// gate_mul takes 13.9, 13.7, 13.9; with 1, 2 gate_mul_add takes 17.3, 17.6).
+/// gate_mul takes 13.9, 13.7, 13.9; with 1, 2 gate_mul_add takes 17.3, 17.6). With 2 sigmoid_mul spills on sm_100a.
 fn max_kept_vectors(kind: Kind) -> usize {
-    if kind == Kind::GateMulAdd { 1 } else { 2 }
+    if matches!(kind, Kind::GateMulAdd | Kind::SigmoidMul) { 1 } else { 2 }
 }
 
 fn of_dot(limits: &Limits, shape: &Shape) -> Mapping {
@@ -158,7 +158,9 @@ pub(super) const ROWS: u16 = 8;
 /// The forms without a dot: threads for the columns only.
 fn of_rows(limits: &Limits, shape: &Shape) -> Mapping {
     let num_vectors = shape.n.div_ceil(EIGHT * LANES);
-    let teams = if shape.num_tokens > LARGE_PER_SM * limits.num_sms { num_vectors / 4 } else { num_vectors };
+    let is_large = shape.num_tokens > LARGE_PER_SM * limits.num_sms;
+    // A thread that keeps one vector has as much in flight only with a thread for each.
+    let teams = if is_large && max_kept_vectors(shape.kind) > 1 { num_vectors / 4 } else { num_vectors };
     let teams = teams.next_power_of_two().clamp(1, 8);
     Mapping {
         teams_per_row: teams as u16,
