@@ -98,9 +98,9 @@ fn rank_loop(world: &World, num_tokens: usize, start: &Barrier, end: &Barrier, s
         let mut arrival = ep.dispatch(&mut routing, &input, dispatch::Outputs::default())?;
         if round < 2 {
             // What the experts would write: their input. Later rounds find it in the bank.
-            let num_bytes = arrival.num_rows() * ROW_BYTES;
-            let (rows, output) = arrival.parts();
-            output[..num_bytes].copy_from_slice(&rows[..num_bytes]);
+            let num_bytes = arrival.on_host()?.num_rows() * ROW_BYTES;
+            let (rows, mut output) = arrival.parts();
+            output.host_mut("bench", "expert_output")?[..num_bytes].copy_from_slice(&rows.host("bench", "x")?[..num_bytes]);
         }
         let y = combine::Input { y: combine::ExpertRows::InPlace, row_weights: None };
         ep.combine(&routing, arrival, &y, combine::Output { out, add_to: None, topk_weights: None })?;

@@ -18,6 +18,12 @@ pub(crate) trait Space {
 
     /// The memory under a view that is written, as long as its extent.
     fn write<'a>(&self, op: &'static str, what: &str, view: &'a mut TensorViewMut<'_>) -> Result<Self::Write<'a>>;
+
+    /// Where it starts: vectors and bulk copies need aligned rows.
+    fn address(memory: Self::Read<'_>) -> u64;
+
+    /// The number that four bytes hold, when the host may look at them.
+    fn number(memory: Self::Read<'_>) -> Option<u32>;
 }
 
 impl Space for Cpu {
@@ -31,6 +37,14 @@ impl Space for Cpu {
     fn write<'a>(&self, op: &'static str, what: &str, view: &'a mut TensorViewMut<'_>) -> Result<&'a mut [u8]> {
         let extent_bytes = view.layout().extent_bytes();
         Ok(&mut view.host_mut(op, what)?[..extent_bytes])
+    }
+
+    fn address(memory: &[u8]) -> u64 {
+        memory.as_ptr().addr() as u64
+    }
+
+    fn number(memory: &[u8]) -> Option<u32> {
+        memory.first_chunk().map(|bytes| u32::from_le_bytes(*bytes))
     }
 }
 
@@ -52,6 +66,14 @@ impl Space for Cuda {
 
     fn write<'a>(&self, op: &'static str, what: &str, view: &'a mut TensorViewMut<'_>) -> Result<Address<'a>> {
         self.locate(op, what, view.device(), view.layout().extent_bytes())
+    }
+
+    fn address(memory: Address<'_>) -> u64 {
+        memory.address
+    }
+
+    fn number(_: Address<'_>) -> Option<u32> {
+        None
     }
 }
 

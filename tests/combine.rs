@@ -66,7 +66,7 @@ fn bad_input() -> Result<(), Failed> {
         }?;
         let staged = |y| Input { y: ExpertRows::Staged(y), row_weights: None };
         let mut arrival = dispatched(ep, routing, &zeros)?;
-        let rows = arrival.num_rows();
+        let rows = arrival.on_host()?.num_rows();
         let mut cases = vec![
             ("y dtype", "f32", "bf16", staged(view(DType::F32, &[6, 16])?)),
             ("y shape", "[6, 8]", ", 16]", staged(view(DType::BF16, &[6, 8])?)),
@@ -98,8 +98,8 @@ fn finish(ep: &mut ExpertParallel, routing: &Routing, arrival: moe_kernels::ops:
     let mut out = Zeros([3; 4096]);
     let output = Output { out: TensorViewMut::from_bytes(&mut out.0, DType::BF16, &[3, 16])?, add_to: None, topk_weights: None };
     let zeros = Zeros([0; 4096]);
-    let y = ExpertRows::Staged(TensorView::from_bytes(&zeros.0, DType::BF16, &[arrival.num_rows(), 16])?);
-    let row_weights = TensorView::from_bytes(&zeros.0, DType::F32, &[arrival.num_rows(), 2])?;
+    let y = ExpertRows::Staged(TensorView::from_bytes(&zeros.0, DType::BF16, &[arrival.on_host()?.num_rows(), 16])?);
+    let row_weights = TensorView::from_bytes(&zeros.0, DType::F32, &[arrival.on_host()?.num_rows(), 2])?;
     let row_weights = ep.config().fold_weights.then_some(row_weights);
     ep.combine(routing, arrival, &Input { y, row_weights }, output).map_err(Error::from)?;
     // Three rows of 32 bytes are zero now, and nothing behind them.
@@ -199,7 +199,7 @@ fn bad_fold() -> Result<(), Failed> {
             ("row_weights dtype", "bf16", "f32", with(Some(view(DType::BF16, &[6, 2])?))),
             ("row_weights shape", "[6, 3]", ", 2]", with(Some(view(DType::F32, &[6, 3])?))),
         ];
-        if arrival.num_rows() > 0 {
+        if arrival.on_host()?.num_rows() > 0 {
             cases.push(("row_weights shape", "[5, 2]", "[6, 2]", with(Some(view(DType::F32, &[5, 2])?))));
         }
         for (what, got, want, bad) in &cases {

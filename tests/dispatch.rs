@@ -9,7 +9,7 @@ use moe_kernels::ep::{
 use moe_kernels::error::Demand;
 use moe_kernels::ops::dispatch::{Arrival, Input, NumTokens, Outputs, Payload, Routing};
 use moe_kernels::tensor::Layout as Strides;
-use moe_kernels::{Backend, Cpu, DType, DeviceAddress, Error, Rank, TensorView};
+use moe_kernels::{Backend, Cpu, DType, DeviceAddress, Error, Rank, TensorView, TensorViewMut};
 use proptest::prelude::*;
 use proptest::test_runner::TestRunner;
 
@@ -303,8 +303,8 @@ fn bad_input() -> Result<(), Failed> {
         }
         // Nothing was sent: the next call works, with the banks in step on both ranks.
         let arrival = dispatch_good(ep, routing)?;
-        if arrival.num_rows() != if ep.rank() == Rank(0) { 6 } else { 0 } {
-            return Err(format!("{} rows after refused calls", arrival.num_rows()).into());
+        if arrival.on_host()?.num_rows() != if ep.rank() == Rank(0) { 6 } else { 0 } {
+            return Err(format!("{} rows after refused calls", arrival.on_host()?.num_rows()).into());
         }
         drop(arrival);
         // Five tokens in a world of at most four is a matter of all ranks.
@@ -353,7 +353,7 @@ fn bad_replay() -> Result<(), Failed> {
         ] {
             names(&format!("replay with a bad {what}"), ep.replay(routing, &bad), what, got, want)?;
         }
-        if ep.replay(routing, &good)?.num_rows() != if ep.rank() == Rank(0) { 6 } else { 0 } {
+        if ep.replay(routing, &good)?.on_host()?.num_rows() != if ep.rank() == Rank(0) { 6 } else { 0 } {
             return Err("other rows after refused calls".into());
         }
         Ok(())
@@ -379,22 +379,45 @@ fn bad_outputs() -> Result<(), Failed> {
     in_world(&small(), |_, ep, routing| {
         let zeros = Zeros([0; 4096]);
         let input = good(&zeros)?;
-        let (mut short, mut long) = (vec![9u64; 3], vec![9u32; 5]);
-        let outputs = Outputs { expert_statistics: Some(&mut short), counts_host: None };
-        names("short statistics", ep.dispatch(routing, &input, outputs), "expert_statistics", "3 entries", "4, one per local expert")?;
-        let outputs = Outputs { expert_statistics: None, counts_host: Some(&mut long) };
-        names("long counts", ep.dispatch(routing, &input, outputs), "counts_host", "5 entries", "4, one per local expert")?;
+        let (mut short, mut long) = (vec![9i64; 3], vec![9u32; 5]);
+        let mut wide = vec![9i64; 4];
+        fn statistics(view: TensorViewMut<'_>) -> Outputs<'_> {
+            Outputs { expert_statistics: Some(view), counts_host: None }
+        }
+        fn counts_of(view: TensorViewMut<'_>) -> Outputs<'_> {
+            Outputs { expert_statistics: None, counts_host: Some(view) }
+        }
+        let outputs = statistics(TensorViewMut::from_slice(&mut short, &[3])?);
+        names(
+            "short statistics",
+            ep.dispatch(routing, &input, outputs),
+            "expert_statistics shape",
+            "[3]",
+            "[4], an entry per local expert",
+        )?;
+        let outputs = counts_of(TensorViewMut::from_slice(&mut long, &[5])?);
+        names("long counts", ep.dispatch(routing, &input, outputs), "counts_host shape", "[5]", "[4], an entry per local expert")?;
+        let outputs = counts_of(TensorViewMut::from_slice(&mut wide, &[4])?);
+        names("wide counts", ep.dispatch(routing, &input, outputs), "counts_host dtype", "i64", "u32")?;
+        for (what, dtype) in [("expert_statistics", DType::I64), ("counts_host", DType::U32)] {
+            // SAFETY: no operation runs with this view: it is refused.
+            let device = unsafe {
+                TensorViewMut::from_device(DeviceAddress { device: 1, address: 4096 }, Strides::contiguous("test", dtype, &[4])?)
+            }?;
+            let outputs = if dtype == DType::I64 { statistics(device) } else { counts_of(device) };
+            names("outputs on a device", ep.dispatch(routing, &input, outputs), what, "device 1", "in host memory")?;
+        }
         // In the second half the call goes on with better outputs.
         let sent = ep.dispatch_send(routing, &input)?;
-        let outputs = Outputs { expert_statistics: None, counts_host: Some(&mut long) };
+        let outputs = counts_of(TensorViewMut::from_slice(&mut long, &[5])?);
         let Err(rejected) = ep.dispatch_receive(routing, sent, outputs) else { return Err("long counts were accepted".into()) };
-        names::<()>("long counts", Err(rejected.error), "counts_host", "5 entries", "4")?;
+        names::<()>("long counts", Err(rejected.error), "counts_host shape", "[5]", "[4]")?;
         let Some(sent) = rejected.returned else { return Err("a refused receive kept what was sent".into()) };
         let mut counts = vec![9u32; 4];
-        let outputs = Outputs { expert_statistics: None, counts_host: Some(&mut counts) };
+        let outputs = counts_of(TensorViewMut::from_slice(&mut counts, &[4])?);
         let arrival = ep.dispatch_receive(routing, sent, outputs)?;
-        if counts != arrival.num_rows_per_expert() || long != [9; 5] || short != [9; 3] {
-            return Err(format!("counts {counts:?}, refused outputs {long:?} {short:?}").into());
+        if counts != arrival.on_host()?.num_rows_per_expert() || long != [9; 5] || short != [9; 3] || wide != [9; 4] {
+            return Err(format!("counts {counts:?}, refused outputs {long:?} {short:?} {wide:?}").into());
         }
         Ok(())
     })
@@ -403,28 +426,38 @@ fn bad_outputs() -> Result<(), Failed> {
 fn bad_slices() -> Result<(), Failed> {
     in_world(&small(), |_, ep, routing| {
         let arrival = dispatch_good(ep, routing)?;
-        let rows = arrival.num_rows();
+        let received = arrival.on_host()?;
+        let rows = received.num_rows();
         if rows == 0 {
             return Ok(()); // every length is enough
         }
         let lengths = [("source", [1, 0, 0]), ("topk_idx", [0, 1, 0]), ("topk_weights", [0, 0, 1])];
         for (what, [s, i, w]) in lengths {
-            let (mut source, mut ids, mut weights) = (vec![7; 2 * rows - s], vec![7; 2 * rows - i], vec![7.0; 2 * rows - w]);
-            names("a short slice", arrival.contiguous_metadata(&mut source, &mut ids, &mut weights), what, "11 entries", "at least 12")?;
+            let (mut source, mut ids, mut weights) = (vec![7; 2 * rows], vec![7; 2 * rows], vec![7.0f32; 2 * rows]);
+            let result = arrival.contiguous_metadata(
+                TensorViewMut::from_slice(&mut source, &[rows - s, 2])?,
+                TensorViewMut::from_slice(&mut ids, &[rows - i, 2])?,
+                TensorViewMut::from_slice(&mut weights, &[rows - w, 2])?,
+            );
+            names("a short tensor", result, what, "[5, 2]", "[6 or more, 2]")?;
             if source.iter().chain(&ids).any(|&v| v != 7) || weights.iter().any(|&v| v != 7.0) {
                 return Err("a refused call wrote".into());
             }
         }
-        let (mut idx, mut start) = ([7; 8], [7; 5]);
-        names("align 0", arrival.gather_idx(0, &mut idx, &mut start), "align", "0", "at least 1")?;
-        names("align too large", arrival.gather_idx(usize::MAX, &mut idx, &mut start), "align", "", "at least 1")?;
-        names("a short index", arrival.gather_idx(8, &mut idx[..7], &mut start), "gather_idx", "7 entries", "at least 8")?;
-        names("a short start", arrival.gather_idx(8, &mut idx, &mut start[..4]), "segment_start", "4 entries", "5, one per local expert")?;
+        let (mut idx, mut start) = ([7i32; 8], [7u32; 5]);
+        let mut gather = |align: usize, num_idx: usize, num_start: usize| {
+            let idx = TensorViewMut::from_slice(&mut idx, &[num_idx])?;
+            arrival.gather_idx(align, idx, TensorViewMut::from_slice(&mut start, &[num_start])?)
+        };
+        names("align 0", gather(0, 8, 5), "align", "0", "at least 1")?;
+        names("align too large", gather(usize::MAX, 8, 5), "align", "", "at least 1")?;
+        names("a short index", gather(8, 7, 5), "gather_idx", "[7]", "[8] or more")?;
+        names("a short start", gather(8, 8, 4), "segment_start", "[4]", "[5], one per local expert and one")?;
         if idx != [7; 8] || start != [7; 5] {
             return Err("a refused call wrote".into());
         }
-        let beyond = arrival.metadata(moe_kernels::Slot(u32::MAX));
-        if !arrival.row(moe_kernels::Slot(u32::MAX)).is_empty() || beyond.source.is_some() || !beyond.topk_idx.is_empty() {
+        let beyond = received.metadata(moe_kernels::Slot(u32::MAX));
+        if !received.row(moe_kernels::Slot(u32::MAX)).is_empty() || beyond.source.is_some() || !beyond.topk_idx.is_empty() {
             return Err("a slot beyond the buffer has a row".into());
         }
         Ok(())

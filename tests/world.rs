@@ -146,6 +146,7 @@ pub fn stress_rank(w: &World, config: &Config, num_rounds: usize) -> Result<()> 
 
 /// Rows in the order (expert,) source rank, token, with the payload of this round.
 fn check_rows(arrival: &dispatch::Arrival, config: &Config, rank: usize, world: usize, round: usize) {
+    let arrival = arrival.on_host().expect("rows of a CPU are on the host");
     let by_expert = config.layout.is_by_expert();
     let rounds: Vec<_> = (0..world).map(|r| Round::new(r, round)).collect();
     let groups: Vec<usize> = if by_expert { (0..EXPERTS).filter(|e| e * world / EXPERTS == rank).collect() } else { vec![rank] };
@@ -168,11 +169,12 @@ fn check_rows(arrival: &dispatch::Arrival, config: &Config, rank: usize, world: 
 }
 
 fn run_experts(arrival: &mut dispatch::Arrival, config: &Config, rank: usize) {
-    let num_rows = arrival.num_rows();
-    let ids: Vec<_> = (0..num_rows).map(|s| arrival.metadata(Slot(s as u32)).topk_idx[0]).collect();
-    let (rows, output) = arrival.parts();
-    let rows: &[f32] = bytemuck::cast_slice(rows);
-    let output: &mut [f32] = bytemuck::cast_slice_mut(output);
+    let received = arrival.on_host().expect("rows of a CPU are on the host");
+    let num_rows = received.num_rows();
+    let ids: Vec<_> = (0..num_rows).map(|s| received.metadata(Slot(s as u32)).topk_idx[0]).collect();
+    let (rows, mut output) = arrival.parts();
+    let rows: &[f32] = bytemuck::cast_slice(rows.host("test", "x").expect("on the host"));
+    let output: &mut [f32] = bytemuck::cast_slice_mut(output.host_mut("test", "expert_output").expect("on the host"));
     for slot in 0..num_rows {
         let factor = if config.layout.is_by_expert() { ids[slot] + 1 } else { rank as i32 + 1 } as f32;
         for h in 0..HIDDEN {

@@ -302,15 +302,16 @@ fn properties(backend: &Backend, layout: Layout) -> Result<usize, Failed> {
                 num_tokens: NumTokens::All,
             };
             let arrival = ep.dispatch(&mut routing, &input, Outputs::default())?;
-            let rows = (0..arrival.num_rows()).filter(|&slot| {
-                let (expert, at) = segment_of(arrival.segment_start(), slot);
-                layout == Layout::ByToken || at < arrival.num_rows_per_expert()[expert] as usize
+            let arrived = arrival.on_host()?;
+            let rows = (0..arrived.num_rows()).filter(|&slot| {
+                let (expert, at) = segment_of(arrived.segment_start(), slot);
+                layout == Layout::ByToken || at < arrived.num_rows_per_expert()[expert] as usize
             });
             let rows = rows.filter_map(|slot| {
-                let m = arrival.metadata(Slot(slot as u32));
+                let m = arrived.metadata(Slot(slot as u32));
                 m.source.map(|(rank, token)| (rank.index(), token.index(), m.topk_idx.to_vec()))
             });
-            let received: Received = (rows.collect(), arrival.num_rows_per_expert().to_vec());
+            let received: Received = (rows.collect(), arrived.num_rows_per_expert().to_vec());
             Ok(received)
         })?;
         for (rank, received) in received.into_iter().enumerate() {

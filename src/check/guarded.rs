@@ -1,6 +1,7 @@
 //! Output buffers that start poisoned, between guard bands, in the memory of any backend.
 
 use std::cell::OnceCell;
+use std::sync::{Arc, Mutex, PoisonError};
 
 use crate::backend::{Backend, Cuda};
 use crate::check::Failed;
@@ -16,6 +17,49 @@ const BAND: usize = 256;
 /// Alignment of the buffer (derived: a cache line, and the widest vector).
 const ALIGN: usize = 64;
 
+/// Device memory for mirrors, allocated at once: where ranks share a GPU, freeing memory waits for kernels that may wait for the rank that frees.
+#[derive(Debug)]
+pub struct Arena {
+    buffer: Buffer,
+    /// Bytes given out, and how many spans are alive; with the last of them all is free again.
+    state: Mutex<(usize, usize)>,
+}
+
+impl Arena {
+    /// `len` bytes on the device of `cuda`.
+    pub fn new(cuda: &Cuda, len: usize) -> Result<Arc<Self>, Failed> {
+        Ok(Arc::new(Arena { buffer: Buffer::new(cuda.device(), len)?, state: Mutex::new((0, 0)) }))
+    }
+
+    fn take(self: &Arc<Self>, len: usize) -> Result<Span, Failed> {
+        const BOUNDARY: usize = 256; // spec: what the driver aligns allocations to
+        let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
+        let at = state.0.next_multiple_of(BOUNDARY);
+        if at + len > self.buffer.len() {
+            return Err(Failed(format!("the checks' device memory of {} bytes is full: {at} used, {len} more wanted", self.buffer.len())));
+        }
+        *state = (at + len, state.1 + 1);
+        Ok(Span { arena: self.clone(), at })
+    }
+}
+
+/// A part of an arena.
+#[derive(Debug)]
+struct Span {
+    arena: Arc<Arena>,
+    at: usize,
+}
+
+impl Drop for Span {
+    fn drop(&mut self) {
+        let mut state = self.arena.state.lock().unwrap_or_else(PoisonError::into_inner);
+        state.1 -= 1;
+        if state.1 == 0 {
+            state.0 = 0;
+        }
+    }
+}
+
 /// `len` bytes of poison, aligned to 64 plus `offset`, with a guard band on each side.
 ///
 /// On a GPU the bytes and their bands have a mirror in device memory: a view copies them there, [`fetch`](Self::fetch) brings them back.
@@ -26,7 +70,9 @@ pub struct Guarded {
     len: usize,
     /// How far the start is behind a boundary.
     offset: usize,
-    mirror: OnceCell<Buffer>,
+    mirror: OnceCell<Span>,
+    /// Where the mirror is taken from; memory of its own otherwise.
+    arena: Option<Arc<Arena>>,
 }
 
 impl Guarded {
@@ -41,7 +87,12 @@ impl Guarded {
         let address = memory.as_ptr().addr() + BAND;
         let start = BAND + (address.next_multiple_of(ALIGN) - address) + offset;
         memory[start..start + len].fill(POISON);
-        Guarded { memory, start, len, offset, mirror: OnceCell::new() }
+        Guarded { memory, start, len, offset, mirror: OnceCell::new(), arena: None }
+    }
+
+    /// With its mirror in `arena`.
+    pub fn within(self, arena: Option<&Arc<Arena>>) -> Self {
+        Guarded { arena: arena.cloned(), ..self }
     }
 
     /// The bytes between the bands.
@@ -60,14 +111,18 @@ impl Guarded {
     }
 
     /// The mirror, with what the bytes are now.
-    fn upload(&self, cuda: &Cuda) -> Result<&Buffer, Failed> {
+    fn upload(&self, cuda: &Cuda) -> Result<&Span, Failed> {
         if self.mirror.get().is_none() {
-            let buffer = Buffer::new(cuda.device(), self.offset + self.banded().len())?;
+            let len = self.offset + self.banded().len();
+            let span = match &self.arena {
+                Some(arena) => arena.take(len)?,
+                None => Arena::new(cuda, len)?.take(len)?,
+            };
             // The cell is empty: it was just asked, and it is not shared among threads.
-            let _ = self.mirror.set(buffer);
+            let _ = self.mirror.set(span);
         }
         let mirror = self.mirror.get().ok_or_else(|| Failed("a buffer has no mirror".into()))?;
-        mirror.upload(cuda.stream(), self.offset, &self.memory[self.banded()])?;
+        mirror.arena.buffer.upload(cuda.stream(), mirror.at + self.offset, &self.memory[self.banded()])?;
         Ok(mirror)
     }
 
@@ -75,7 +130,10 @@ impl Guarded {
     pub fn view(&self, backend: &Backend, at: usize, layout: Layout) -> Result<TensorView<'_>, Failed> {
         match backend {
             Backend::Cpu(_) => Ok(TensorView::new(&self.bytes()[at..], layout)?),
-            Backend::Cuda(cuda) => Ok(self.upload(cuda)?.view(self.offset + BAND + at, layout)?),
+            Backend::Cuda(cuda) => {
+                let mirror = self.upload(cuda)?;
+                Ok(mirror.arena.buffer.view(mirror.at + self.offset + BAND + at, layout)?)
+            }
         }
     }
 
@@ -84,9 +142,8 @@ impl Guarded {
         match backend {
             Backend::Cpu(_) => Ok(TensorViewMut::new(&mut self.bytes_mut()[at..], layout)?),
             Backend::Cuda(cuda) => {
-                self.upload(cuda)?;
-                let mirror = self.mirror.get_mut().ok_or_else(|| Failed("a buffer has no mirror".into()))?;
-                Ok(mirror.view_mut(self.offset + BAND + at, layout)?)
+                let mirror = self.upload(cuda)?;
+                Ok(mirror.arena.buffer.part_mut(mirror.at + self.offset + BAND + at, layout)?)
             }
         }
     }
@@ -95,7 +152,7 @@ impl Guarded {
     pub fn fetch(&mut self, backend: &Backend) -> Result<(), Failed> {
         if let (Backend::Cuda(cuda), Some(mirror)) = (backend, self.mirror.get()) {
             let banded = self.banded();
-            mirror.download(cuda.stream(), self.offset, &mut self.memory[banded])?;
+            mirror.arena.buffer.download(cuda.stream(), mirror.at + self.offset, &mut self.memory[banded])?;
         }
         Ok(())
     }

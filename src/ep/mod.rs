@@ -4,6 +4,7 @@
 //! back. `PROTOCOL.md` beside this file says in numbered steps who may write what, and when.
 
 mod config;
+pub(crate) mod device;
 mod meeting;
 pub(crate) mod object;
 mod page;

@@ -5,6 +5,7 @@ use std::sync::atomic::AtomicU64;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
+use super::device::End;
 use super::signal::{CountWord, Machine, Signals, num_signal_words};
 use super::symmetric::{Symmetric, Words};
 use super::wait::scaled;
@@ -37,16 +38,18 @@ pub(crate) struct Shared {
     pub config: Config,
     pub plan: Plan,
     pub timeout: Duration,
-    /// The memory of every rank, this one included.
+    /// Of CPU ranks: the memory of every rank, this one included.
     pub ranks: Vec<RankMemory>,
+    /// Of a GPU rank: its end on the GPU.
+    cuda: Option<End>,
     /// What describes an arrival, per bank; taken together with the bank.
     banks: [Mutex<Option<Box<Counts>>>; 2],
 }
 
 /// Numbers that describe the rows of one arrival. Allocated once per bank.
-#[derive(Debug)]
+#[derive(Debug, Clone)]
 pub(crate) struct Counts {
-    pub num_rows: usize,
+    pub num_rows: [u32; 1],
     pub num_dropped: usize,
     /// `[L]`.
     pub num_rows_per_expert: Vec<u32>,
@@ -80,14 +83,21 @@ impl ExpertParallel {
         let plan = plan?;
 
         let timeout = timeout_scale().and_then(|scale| scaled(config.timeout, scale));
-        let memory = timeout.clone().and_then(|_| world.member().allocate(plan.regions.total_bytes));
-        // Nobody writes to a peer before all have allocated, zeroed and mapped: collective, and the barrier.
-        let memories = world.member().exchange_memory(OP, memory)?;
-        let ranks = memories.into_iter().map(|memory| RankMemory::new(memory, &plan)).collect();
-        let timeout = timeout?;
+        let (timeout, ranks, cuda) = match world.member().cuda() {
+            None => {
+                let memory = timeout.clone().and_then(|_| world.member().allocate(plan.regions.total_bytes));
+                // Nobody writes to a peer before all have allocated, zeroed and mapped: collective, and the barrier.
+                let memories = world.member().exchange_memory(OP, memory)?;
+                (timeout?, memories.into_iter().map(|memory| RankMemory::new(memory, &plan)).collect(), None)
+            }
+            Some(cuda) => {
+                let end = End::new(world, cuda, &config, &plan, timeout.clone())?;
+                (timeout?, Vec::new(), Some(end))
+            }
+        };
         let words = vec![CountWord::unpack(0); plan.num_count_words];
         let banks = [0, 1].map(|_| Mutex::new(Some(Box::new(Counts::new(&config, &plan, world.rank())))));
-        let shared = Shared { member: world.member().clone(), config, plan, timeout, ranks, banks };
+        let shared = Shared { member: world.member().clone(), config, plan, timeout, ranks, cuda, banks };
         Ok(ExpertParallel { shared: Arc::new(shared), epoch: 0, combine_epoch: 0, words })
     }
 
@@ -99,6 +109,15 @@ impl ExpertParallel {
     /// The sizes that follow from it.
     pub fn plan(&self) -> &Plan {
         &self.shared.plan
+    }
+
+    /// Waits for all that this object has queued, and returns what its calls met that only the GPU knew: `Capacity` of the last refused call,
+    /// `Mismatch`, `Timeout`, `Poisoned`. On a CPU there is nothing to wait for.
+    pub fn synchronize(&self) -> Result<()> {
+        if let Some(end) = self.shared.cuda() {
+            end.stream().synchronize()?;
+        }
+        self.shared.check_alive()
     }
 
     /// This rank.
@@ -143,6 +162,17 @@ impl Shared {
         self.member.rank().index()
     }
 
+    /// This rank's end on its GPU, when it has one.
+    pub fn cuda(&self) -> Option<&End> {
+        self.cuda.as_ref()
+    }
+
+    /// `Poisoned` once the world has failed; on a GPU also what the calls before this one met.
+    pub fn check_alive(&self) -> Result<()> {
+        self.member.check_alive()?;
+        self.cuda.as_ref().map_or(Ok(()), |end| end.check(&self.member, self.timeout))
+    }
+
     pub fn level(&self) -> Level {
         self.member.cpu().level()
     }
@@ -175,11 +205,15 @@ impl Shared {
 }
 
 impl Counts {
+    pub fn num_rows(&self) -> usize {
+        self.num_rows[0] as usize
+    }
+
     fn new(config: &Config, plan: &Plan, rank: Rank) -> Self {
         let local = plan.placement.num_local(rank);
         let if_expert = |n: usize| if config.layout.is_by_expert() { n } else { 0 };
         Counts {
-            num_rows: 0,
+            num_rows: [0],
             num_dropped: 0,
             num_rows_per_expert: vec![0; local],
             segment_start: vec![0; if_expert(local + 1)],

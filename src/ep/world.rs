@@ -18,8 +18,9 @@ use super::page::{Bell, Page};
 use super::processes::{Processes, Rendezvous};
 use super::symmetric::{Symmetric, Words};
 use super::wait::Poll;
-use crate::backend::{Backend, Cpu};
+use crate::backend::{Backend, Cpu, Cuda};
 use crate::error::{Error, Failure, FailureKind, Result};
+use crate::gpu::Stream;
 use crate::id::Rank;
 use crate::name::Name;
 
@@ -38,7 +39,10 @@ pub struct World {
 pub(crate) struct Member {
     rank: Rank,
     local_rank: usize,
+    /// Threads for what the host computes, a GPU rank's too.
     cpu: Cpu,
+    /// Of a GPU rank: its GPU, and the stream that its objects use at first.
+    cuda: Option<Cuda>,
     page: Arc<Page>,
     link: Link,
     /// Collective calls so far: the key under which ranks meet.
@@ -57,14 +61,30 @@ enum Link {
 }
 
 impl World {
-    /// The memberships of a world of `size` ranks in this process, to be moved to a thread each. Every rank works on `backend`; with the CPU's
-    /// global threads and more than one rank, each rank works on its own thread only.
+    /// The memberships of a world of `size` ranks in this process, to be moved to a thread each. Every rank works on `backend`: on its share of
+    /// the CPU's threads, or on the GPU, which the ranks share, each with a stream of its own.
     ///
     /// # Errors
-    /// `Invalid` for a size of 0 or above 64.
+    /// `Invalid` for a size of 0 or above 64; those of the GPU.
     pub fn threads(backend: &Backend, size: usize) -> Result<Vec<World>> {
-        let cpu = backend.as_cpu("world")?;
         check_size(size)?;
+        let of_rank = |_| match backend {
+            Backend::Cpu(cpu) => cpu.share(size).map(Backend::Cpu),
+            Backend::Cuda(cuda) => Ok(Backend::Cuda(Cuda::on(Stream::new(cuda.device())?).programmatic(cuda.is_programmatic()))),
+        };
+        Self::threads_on(&(0..size).map(of_rank).collect::<Result<Vec<_>>>()?)
+    }
+
+    /// The memberships of a world with a rank on each of `backends`, all CPUs or all GPUs; a GPU may be there several times.
+    ///
+    /// # Errors
+    /// As [`threads`](Self::threads); `Invalid` for CPUs and GPUs together.
+    pub fn threads_on(backends: &[Backend]) -> Result<Vec<World>> {
+        let size = backends.len();
+        check_size(size)?;
+        if let Some(other) = backends.iter().find(|backend| backend.name() != backends[0].name()) {
+            return Err(Error::invalid("world", "backends", format!("{} and {}", backends[0].name(), other.name()), "of one kind"));
+        }
         let page = Arc::new(Page::new(Arc::new(Symmetric::new(Page::num_bytes(size))?), size));
         let board = Arc::new(Board::default());
         let setup_timeout = SETUP_TIMEOUT.mul_f64(timeout_scale()?);
@@ -72,7 +92,8 @@ impl World {
             Ok(World::new(Member {
                 rank: Rank(r as u32),
                 local_rank: r,
-                cpu: cpu.share(size)?,
+                cpu: cpu_of(&backends[r], size)?,
+                cuda: cuda_of(&backends[r]),
                 page: page.clone(),
                 link: Link::Threads(board.clone()),
                 num_meetings: AtomicU64::new(0),
@@ -88,7 +109,11 @@ impl World {
         Ok(World::new(Member {
             rank: rendezvous.rank(),
             local_rank: rendezvous.local_rank(),
-            cpu: backend.as_cpu("world")?.share(page.world())?,
+            cpu: match backend {
+                Backend::Cpu(cpu) => cpu.share(page.world())?,
+                Backend::Cuda(_) => cpu_of(backend, page.world())?,
+            },
+            cuda: cuda_of(backend),
             page,
             link: Link::Processes(link),
             num_meetings: AtomicU64::new(0),
@@ -144,6 +169,11 @@ impl World {
     /// The CPU threads and instructions that this rank works with.
     pub fn cpu(&self) -> &Cpu {
         &self.member.cpu
+    }
+
+    /// What this rank works on: its share of the CPU, or its GPU with the stream that its objects use at first.
+    pub fn backend(&self) -> Backend {
+        self.member.cuda.clone().map_or_else(|| Backend::Cpu(self.member.cpu.clone()), Backend::Cuda)
     }
 
     /// The first failure of the world, if it has failed.
@@ -206,6 +236,21 @@ impl World {
     }
 }
 
+/// The CPU of a rank: its own, or a GPU rank's share of the machine's.
+fn cpu_of(backend: &Backend, size: usize) -> Result<Cpu> {
+    match backend {
+        Backend::Cpu(cpu) => Ok(cpu.clone()),
+        Backend::Cuda(_) => Cpu::default().share(size),
+    }
+}
+
+fn cuda_of(backend: &Backend) -> Option<Cuda> {
+    match backend {
+        Backend::Cpu(_) => None,
+        Backend::Cuda(cuda) => Some(cuda.clone()),
+    }
+}
+
 pub(super) fn check_size(size: usize) -> Result<()> {
     match (1..=MAX_RANKS).contains(&size) {
         true => Ok(()),
@@ -224,6 +269,11 @@ impl Member {
 
     pub fn cpu(&self) -> &Cpu {
         &self.cpu
+    }
+
+    /// Of a GPU rank.
+    pub fn cuda(&self) -> Option<&Cuda> {
+        self.cuda.as_ref()
     }
 
     #[cfg(target_os = "linux")]

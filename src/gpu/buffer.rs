@@ -131,11 +131,16 @@ impl Buffer {
         unsafe { TensorView::from_device(address, layout) }
     }
 
-    /// A tensor in this buffer that an operation writes.
-    pub fn view_mut(&mut self, at: usize, layout: Layout) -> Result<TensorViewMut<'_>> {
+    /// A tensor in a part of this buffer that the caller has for itself.
+    pub(crate) fn part_mut(&self, at: usize, layout: Layout) -> Result<TensorViewMut<'_>> {
         let address = DeviceAddress { device: self.device.ordinal(), address: self.range(at, layout.extent_bytes())? };
         // SAFETY: as in `view`.
         unsafe { TensorViewMut::from_device(address, layout) }
+    }
+
+    /// A tensor in this buffer that an operation writes.
+    pub fn view_mut(&mut self, at: usize, layout: Layout) -> Result<TensorViewMut<'_>> {
+        self.part_mut(at, layout)
     }
 }
 

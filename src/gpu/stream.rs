@@ -6,6 +6,7 @@ use std::sync::Arc;
 use super::device::Device;
 use super::driver::Handle;
 use crate::error::{Error, Result};
+use crate::tensor::{DeviceAddress, TensorView, TensorViewMut};
 
 /// A queue of work on a GPU: our own, or one that the caller made. Cheap to clone.
 #[derive(Clone)]
@@ -115,6 +116,53 @@ impl Stream {
         // SAFETY: `status` outlives the call; the stream is alive.
         unsafe { self.device().driver().stream_is_capturing(self.raw(), &mut status) }?;
         Ok(status != 0)
+    }
+
+    /// The bytes under a view of device memory, when the work queued so far is done; waits.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] for a view of host memory or of another device.
+    pub fn read(&self, view: &TensorView<'_>) -> Result<Vec<u8>> {
+        let mut bytes = vec![0; view.layout().extent_bytes()];
+        if bytes.is_empty() {
+            return Ok(bytes);
+        }
+        let from = self.of_this_device("read", view.device())?;
+        let bound = self.device().bind()?;
+        // SAFETY: the view covers these bytes of the device; `bytes` is borrowed until the stream is synchronised below.
+        unsafe { self.device().driver().copy_to_host(bytes.as_mut_ptr().cast(), from, bytes.len(), self.raw()) }?;
+        drop(bound);
+        self.synchronize()?;
+        Ok(bytes)
+    }
+
+    /// Copies `bytes`, as many as the view covers, to device memory, after the work queued so far; waits.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] for a view of host memory or of another device, and for another number of bytes.
+    pub fn write(&self, view: &mut TensorViewMut<'_>, bytes: &[u8]) -> Result<()> {
+        let len = view.layout().extent_bytes();
+        if bytes.len() != len {
+            return Err(Error::invalid("write", "bytes", bytes.len(), len));
+        }
+        if len == 0 {
+            return Ok(());
+        }
+        let to = self.of_this_device("write", view.device())?;
+        let bound = self.device().bind()?;
+        // SAFETY: the view covers these bytes of the device; `bytes` is borrowed until the stream is synchronised below.
+        unsafe { self.device().driver().copy_to_device(to, bytes.as_ptr().cast(), len, self.raw()) }?;
+        drop(bound);
+        self.synchronize()
+    }
+
+    fn of_this_device(&self, op: &'static str, at: Option<DeviceAddress>) -> Result<u64> {
+        let want = format!("in the memory of device {}", self.device().ordinal());
+        match at {
+            Some(at) if at.device == self.device().ordinal() => Ok(at.address),
+            Some(at) => Err(Error::invalid(op, "view", format!("on device {}", at.device), want)),
+            None => Err(Error::invalid(op, "view", "in host memory", want)),
+        }
     }
 
     /// Work queued from now on starts after the event.

@@ -291,9 +291,10 @@ impl Block {
             num_tokens: NumTokens::All,
         };
         let mut arrival = timed(&mut report.dispatch, || self.ep.dispatch(&mut self.routing, &input, Outputs::default()))?;
-        report.num_rows_per_expert = arrival.num_rows_per_expert().to_vec();
-        report.num_rows = arrival.num_rows();
-        report.num_dropped = arrival.num_dropped();
+        let received = arrival.on_host()?;
+        report.num_rows_per_expert = received.num_rows_per_expert().to_vec();
+        report.num_rows = received.num_rows();
+        report.num_dropped = received.num_dropped();
 
         timed(&mut report.experts, || match self.config.layout.is_by_expert() {
             true => self.rows_by_expert(&cpu, &mut arrival),
@@ -377,15 +378,17 @@ impl Block {
         let (hidden, dtype, rounding) = (self.config.shape.hidden, self.config.dtype, self.config.rounding);
         let row_bytes = hidden * dtype.size();
         for (local, (_, mlp)) in self.experts.iter().enumerate() {
-            let first = arrival.segment_start()[local] as usize;
-            let num_rows = arrival.num_rows_per_expert()[local] as usize;
+            let received = arrival.on_host()?;
+            let first = received.segment_start()[local] as usize;
+            let num_rows = received.num_rows_per_expert()[local] as usize;
             self.row_weights.clear();
             if self.config.rounds_products() {
-                let weight = |slot: usize| arrival.metadata(Slot(slot as u32)).topk_weights.first().copied().unwrap_or(0.0);
+                let weight = |slot: usize| received.metadata(Slot(slot as u32)).topk_weights.first().copied().unwrap_or(0.0);
                 self.row_weights.extend((first..first + num_rows).map(weight));
             }
             let weights = self.config.rounds_products().then_some(&self.row_weights);
-            let (x, out) = arrival.parts();
+            let (x, mut out) = arrival.parts();
+            let (x, out) = (x.host(OP, "x")?, out.host_mut(OP, "expert_output")?);
             for tile in tiles(num_rows) {
                 let out = &mut out[(first + tile.start) * row_bytes..(first + tile.end) * row_bytes];
                 let x = Rows { bytes: x, dtype, stride_bytes: row_bytes };
@@ -401,12 +404,17 @@ impl Block {
     fn rows_by_token(&mut self, cpu: &Cpu, arrival: &mut Arrival) -> Result<()> {
         let (hidden, dtype, rounding) = (self.config.shape.hidden, self.config.dtype, self.config.rounding);
         let row_bytes = hidden * dtype.size();
-        let num_rows = arrival.num_rows();
+        let received = arrival.on_host()?;
+        let num_rows = received.num_rows();
         let ByToken { gather, start, to, is_new, sum } = &mut self.by_token;
-        let num_gathered = arrival.num_rows_per_expert().iter().map(|&n| n as usize).sum();
-        let gather = grown(gather, num_gathered);
-        let start = grown(start, self.experts.iter().len() + 1);
-        arrival.gather_idx(1, gather, start)?;
+        let num_gathered = received.num_rows_per_expert().iter().map(|&n| n as usize).sum();
+        let num_starts = self.experts.iter().len() + 1;
+        let gather = &mut grown(gather, num_gathered)[..num_gathered];
+        let start = &mut grown(start, num_starts)[..num_starts];
+        let views = (TensorViewMut::from_slice(gather, &[num_gathered])?, TensorViewMut::from_slice(start, &[num_starts])?);
+        arrival.gather_idx(1, views.0, views.1)?;
+        let x = arrival.x();
+        let x = x.host(OP, "x")?;
         is_new.clear();
         is_new.resize(num_rows, true);
         let sum = &mut grown(sum, num_rows * hidden)[..num_rows * hidden];
@@ -414,12 +422,11 @@ impl Block {
             let slots = &gather[segment[0] as usize..segment[1] as usize];
             to.clear();
             to.extend(slots.iter().map(|&slot| {
-                let metadata = arrival.metadata(Slot(slot as u32));
+                let metadata = received.metadata(Slot(slot as u32));
                 let at = metadata.topk_idx.iter().position(|&id| id == expert.0 as i32);
                 let weight = at.map_or(0.0, |k| metadata.topk_weights[k]);
                 Addend { row: slot as usize, weight, is_first: std::mem::take(&mut is_new[slot as usize]) }
             }));
-            let (x, _) = arrival.parts();
             for tile in tiles(slots.len()) {
                 let x = Rows { bytes: x, dtype, stride_bytes: row_bytes };
                 self.scratch.load(cpu, x, Selection::List(slots), tile.clone(), hidden);
@@ -427,7 +434,8 @@ impl Block {
                 self.scratch.add_to(cpu, hidden, dtype, self.config.rounds_products(), &to[tile], sum);
             }
         }
-        let (_, out) = arrival.parts();
+        let mut out = arrival.expert_output();
+        let out = out.host_mut(OP, "expert_output")?;
         let (sum, is_new) = (&*sum, &*is_new);
         for_each_chunk(cpu, &mut out[..num_rows * row_bytes], row_bytes, |row, out| match is_new[row] {
             // Cannot be: a row arrives because it has an expert here.

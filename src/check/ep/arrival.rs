@@ -2,22 +2,25 @@
 
 use std::hash::{DefaultHasher, Hash};
 
+use super::buffer::Place;
 use super::rank::Before;
 use crate::check::Failed;
-use crate::check::guarded::Guarded;
+use crate::check::guarded::{Guarded, POISON};
 use crate::ensure;
 use crate::ep::{Config, ExpertParallel, Layout, Quantize, ScaleLayout};
 use crate::id::{Rank, Slot, Token};
-use crate::ops::dispatch::Arrival;
+use crate::ops::dispatch::{Arrival, Received};
 use crate::oracle::compare;
 use crate::oracle::dispatch::{Arrived, Row};
-use crate::tensor::DType;
+use crate::tensor::{DType, Layout as Strides};
 
 /// Entries of an output behind those that are needed (arbitrary).
 const EXTRA: usize = 3;
 
 /// Compares counts, rows, metadata, scales and gather indices; then keeps what the bank holds for the next dispatch into it.
+#[expect(clippy::too_many_arguments, reason = "what is compared, with what, and where it is noted")]
 pub(super) fn check_arrival(
+    place: &Place,
     ep: &ExpertParallel,
     rank: usize,
     arrival: &mut Arrival,
@@ -28,23 +31,29 @@ pub(super) fn check_arrival(
 ) {
     let config = ep.config();
     let num_local = ep.plan().placement.num_local(Rank(rank as u32));
-    check_counts(arrival, want, faults);
+    let received = match arrival.on_host() {
+        Ok(received) => received,
+        Err(error) => return faults.push(error.into()),
+    };
+    check_counts(&received, want, faults);
     if !faults.is_empty() {
         return; // slots and rows mean nothing now
     }
-    check_rows(arrival, want, faults);
+    check_rows(&received, want, faults);
     let results = [
-        check_x_view(ep, num_local, arrival, want, before, hasher),
-        check_metadata(arrival, want),
-        check_contiguous_metadata(config, arrival, want),
-        check_scales(config, arrival, want, before, hasher),
-        check_gather_idx(config, num_local, arrival, want),
+        check_count_views(place, arrival, want),
+        check_x_view(place, ep, num_local, arrival, want, before, hasher),
+        check_metadata(&received, want),
+        check_metadata_views(place, config, arrival, want),
+        check_contiguous_metadata(place, ep, arrival, want),
+        check_scales(place, config, arrival, want, before, hasher),
+        check_gather_idx(place, ep, num_local, arrival, want),
         check_expert_output(ep, arrival),
     ];
     faults.extend(results.into_iter().filter_map(Result::err));
 }
 
-fn check_counts(arrival: &Arrival, want: &Arrived, faults: &mut Vec<Failed>) {
+fn check_counts(arrival: &Received<'_>, want: &Arrived, faults: &mut Vec<Failed>) {
     let mut same = |what: &str, got: &dyn std::fmt::Debug, want: &dyn std::fmt::Debug| {
         let (got, want) = (format!("{got:?}"), format!("{want:?}"));
         if got != want {
@@ -57,12 +66,51 @@ fn check_counts(arrival: &Arrival, want: &Arrived, faults: &mut Vec<Failed>) {
     same("num_dropped", &arrival.num_dropped(), &want.num_dropped);
 }
 
+/// The numbers where the backend has them.
+fn check_count_views(place: &Place, arrival: &Arrival, want: &Arrived) -> Result<(), Failed> {
+    let num_rows: Vec<u32> = place.numbers("num_rows", &arrival.num_rows())?;
+    ensure!(num_rows == [want.rows.len() as u32], "the view num_rows holds {num_rows:?}, expected {}", want.rows.len());
+    // Twice: what is counted when it is asked for is counted once.
+    for _ in 0..2 {
+        let counts: Vec<u32> = place.numbers("num_rows_per_expert", &arrival.num_rows_per_expert()?)?;
+        ensure!(
+            counts == want.num_rows_per_expert,
+            "the view num_rows_per_expert holds {counts:?}, expected {:?}",
+            want.num_rows_per_expert
+        );
+    }
+    let start: Vec<u32> = place.numbers("segment_start", &arrival.segment_start())?;
+    ensure!(start == want.segment_start, "the view segment_start holds {start:?}, expected {:?}", want.segment_start);
+    Ok(())
+}
+
+/// Sources, ids and weights in the records.
+fn check_metadata_views(place: &Place, config: &Config, arrival: &Arrival, want: &Arrived) -> Result<(), Failed> {
+    let row_k = if config.layout.is_by_expert() { 1 } else { config.k };
+    let views = [("source", arrival.source(), 2), ("topk_idx", arrival.topk_idx(), row_k), ("topk_weights", arrival.topk_weights(), row_k)];
+    for (field, (what, view, columns)) in views.into_iter().enumerate() {
+        ensure!(view.shape()[1..] == [columns], "{what} has shape {:?}, expected {columns} columns", view.shape());
+        let (bytes, stride) = (place.bytes(what, &view)?, view.strides()[0] * 4);
+        for (slot, row) in valid(want) {
+            let source = row.source.map_or([-1, -1], |(rank, token)| [rank as i32, token as i32]);
+            let want: &[u8] = match field {
+                0 => bytemuck::cast_slice(&source),
+                1 => bytemuck::cast_slice(&row.topk_idx),
+                _ => bytemuck::cast_slice(&row.topk_weights),
+            };
+            let dtype = if field == 2 { DType::F32 } else { DType::I32 };
+            compare::equal(&format!("the view {what}, row {slot}"), dtype, &[columns], &bytes[slot * stride..][..4 * columns], want)?;
+        }
+    }
+    Ok(())
+}
+
 fn valid(want: &Arrived) -> impl Iterator<Item = (usize, &Row)> {
     want.rows.iter().enumerate().filter_map(|(slot, row)| row.as_ref().map(|row| (slot, row)))
 }
 
 /// The payload of every row, by slot.
-pub(super) fn check_rows(arrival: &Arrival, want: &Arrived, faults: &mut Vec<Failed>) {
+pub(super) fn check_rows(arrival: &Received<'_>, want: &Arrived, faults: &mut Vec<Failed>) {
     for (slot, row) in valid(want) {
         let what = format!("row {slot} of x (source {:?})", row.source);
         let result = compare::equal(&what, DType::Bytes, &[row.x.len()], arrival.row(Slot(slot as u32)), &row.x);
@@ -75,6 +123,7 @@ pub(super) fn check_rows(arrival: &Arrival, want: &Arrived, faults: &mut Vec<Fai
 
 /// Shape of the view, rows in it, and bytes that no row may touch.
 fn check_x_view(
+    place: &Place,
     ep: &ExpertParallel,
     num_local: usize,
     arrival: &Arrival,
@@ -91,7 +140,7 @@ fn check_x_view(
     ensure!(view.shape() == shape, "x has shape {:?}, expected {shape:?}", view.shape());
     let dtype = if config.quantize.is_some() { DType::E4M3 } else { config.dtype };
     ensure!(view.dtype() == dtype, "x is {}, expected {dtype}", view.dtype());
-    let bytes = view.host("check", "x")?;
+    let bytes = place.bytes("x", &view)?;
     let stride = view.strides()[shape.len() - 2] * dtype.size();
     let row_bytes = config.hidden * dtype.size();
     let num_slots: usize = shape[..shape.len() - 1].iter().product();
@@ -115,7 +164,7 @@ fn source(row: &Row) -> Option<(Rank, Token)> {
     row.source.map(|(rank, token)| (Rank(rank as u32), Token(token as u32)))
 }
 
-fn check_metadata(arrival: &Arrival, want: &Arrived) -> Result<(), Failed> {
+fn check_metadata(arrival: &Received<'_>, want: &Arrived) -> Result<(), Failed> {
     for (slot, row) in valid(want) {
         let got = arrival.metadata(Slot(slot as u32));
         ensure!(got.source == source(row), "source of row {slot} is {:?}, expected {:?}", got.source, row.source);
@@ -127,17 +176,22 @@ fn check_metadata(arrival: &Arrival, want: &Arrived) -> Result<(), Failed> {
     Ok(())
 }
 
-fn check_contiguous_metadata(config: &Config, arrival: &Arrival, want: &Arrived) -> Result<(), Failed> {
-    let row_k = if config.layout.is_by_expert() { 1 } else { config.k };
-    let num_rows = want.rows.len();
-    let [mut sources, mut ids, mut weights] = [2, row_k, row_k].map(|cols| Guarded::new(4 * num_rows * cols));
+fn check_contiguous_metadata(place: &Place, ep: &ExpertParallel, arrival: &Arrival, want: &Arrived) -> Result<(), Failed> {
+    let row_k = ep.plan().row_k;
+    // The host of a GPU must not know how many rows there are.
+    let num_rows = if place.cuda().is_some() { ep.plan().max_rows } else { want.rows.len() };
+    let [mut sources, mut ids, mut weights] = [2, row_k, row_k].map(|cols| place.guarded(4 * num_rows * cols));
+    let layout = |dtype, columns| Strides::contiguous("check", dtype, &[num_rows, columns]);
     arrival.contiguous_metadata(
-        bytemuck::cast_slice_mut(sources.bytes_mut()),
-        bytemuck::cast_slice_mut(ids.bytes_mut()),
-        bytemuck::cast_slice_mut(weights.bytes_mut()),
+        sources.view_mut(&place.backend, 0, layout(DType::I32, 2)?)?,
+        ids.view_mut(&place.backend, 0, layout(DType::I32, row_k)?)?,
+        weights.view_mut(&place.backend, 0, layout(DType::F32, row_k)?)?,
     )?;
-    for (what, guarded) in [("source", &sources), ("topk_idx", &ids), ("topk_weights", &weights)] {
+    for (what, guarded, columns) in [("source", &mut sources, 2), ("topk_idx", &mut ids, row_k), ("topk_weights", &mut weights, row_k)] {
+        guarded.fetch(&place.backend)?;
         guarded.check(what)?;
+        let behind = &guarded.bytes()[4 * columns * want.rows.len()..];
+        ensure!(behind.iter().all(|&b| b == POISON), "contiguous {what} was written behind its {} rows", want.rows.len());
     }
     let none = Row { source: None, x: Vec::new(), scales: Vec::new(), topk_idx: vec![-1; row_k], topk_weights: vec![0.0; row_k] };
     for (slot, row) in want.rows.iter().enumerate() {
@@ -156,7 +210,14 @@ fn check_contiguous_metadata(config: &Config, arrival: &Arrival, want: &Arrived)
     Ok(())
 }
 
-fn check_scales(config: &Config, arrival: &Arrival, want: &Arrived, before: &mut Before, hasher: &mut DefaultHasher) -> Result<(), Failed> {
+fn check_scales(
+    place: &Place,
+    config: &Config,
+    arrival: &Arrival,
+    want: &Arrived,
+    before: &mut Before,
+    hasher: &mut DefaultHasher,
+) -> Result<(), Failed> {
     let scale_bytes = match config.quantize {
         None => config.scale_bytes,
         Some(Quantize::F32) => 4 * config.hidden.div_ceil(128), // 128: spec (the scale block)
@@ -167,7 +228,7 @@ fn check_scales(config: &Config, arrival: &Arrival, want: &Arrived, before: &mut
         return Ok(());
     };
     ensure!(scale_bytes > 0, "there are scales of shape {:?}, expected none", view.shape());
-    let bytes = view.host("check", "scales")?;
+    let bytes = place.bytes("scales", &view)?;
     if config.scale_layout == ScaleLayout::RowMajor {
         ensure!(view.dtype() == DType::Bytes, "scales are {}, expected bytes", view.dtype());
         let (shape, stride) = (view.shape(), view.strides()[0]);
@@ -202,24 +263,35 @@ fn check_scales(config: &Config, arrival: &Arrival, want: &Arrived, before: &mut
             before.column_scales[at..at + 4].copy_from_slice(&row.scale_word(word).to_le_bytes());
         }
     }
-    compare::equal("column-major scales", DType::U32, &[groups, words, aligned_rows], bytes, &before.column_scales)?;
+    compare::equal("column-major scales", DType::U32, &[groups, words, aligned_rows], &bytes, &before.column_scales)?;
     before.column_scales.hash(hasher);
     Ok(())
 }
 
-fn check_gather_idx(config: &Config, num_local: usize, arrival: &Arrival, want: &Arrived) -> Result<(), Failed> {
+fn check_gather_idx(place: &Place, ep: &ExpertParallel, num_local: usize, arrival: &Arrival, want: &Arrived) -> Result<(), Failed> {
+    let config = ep.config();
     for (align, extra) in [(1, 0), (4, EXTRA), (16, 0)] {
         let (idx, start) = if config.layout.is_by_expert() { (Vec::new(), vec![0; num_local + 1]) } else { want.gather_idx(align) };
-        let mut got_idx = Guarded::new(4 * (idx.len() + extra));
-        let mut got_start = Guarded::new(4 * (num_local + 1));
-        let (idx_cells, start_cells) = (bytemuck::cast_slice_mut(got_idx.bytes_mut()), bytemuck::cast_slice_mut(got_start.bytes_mut()));
-        let used = arrival.gather_idx(align, idx_cells, start_cells);
+        // The host of a GPU must not know how many rows there are.
+        let num_entries = match place.cuda() {
+            None => idx.len() + extra,
+            Some(_) => ep.plan().max_rows * config.k.min(num_local) + num_local * (align - 1) + extra,
+        };
+        let (mut got_idx, mut got_start) = (place.guarded(4 * num_entries), place.guarded(4 * (num_local + 1)));
+        let layout = |dtype, len| Strides::contiguous("check", dtype, &[len]);
+        let done = arrival.gather_idx(
+            align,
+            got_idx.view_mut(&place.backend, 0, layout(DType::I32, num_entries)?)?,
+            got_start.view_mut(&place.backend, 0, layout(DType::U32, num_local + 1)?)?,
+        );
         if config.layout.is_by_expert() {
-            ensure!(used.is_err(), "gather_idx of an expert layout is {used:?}, expected an error");
+            ensure!(done.is_err(), "gather_idx of an expert layout is {done:?}, expected an error");
             continue;
         }
-        let used = used?;
-        ensure!(used == idx.len(), "gather_idx with align {align} used {used} entries, expected {}", idx.len());
+        done?;
+        got_idx.fetch(&place.backend)?;
+        got_start.fetch(&place.backend)?;
+        let used = idx.len();
         got_idx.check("gather_idx")?;
         got_start.check("segment_start")?;
         let what = format!("gather_idx with align {align}");

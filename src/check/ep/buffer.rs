@@ -1,13 +1,94 @@
 //! Matrices between guard bands, contiguous or strided, as a caller would own them.
 
+use std::borrow::Cow;
+use std::sync::Arc;
+
+use crate::backend::{Backend, Cuda};
 use crate::check::Failed;
-use crate::check::guarded::{Guarded, POISON};
-use crate::error::Result;
+use crate::check::guarded::{Arena, Guarded, POISON};
+use crate::error::{Error, Result};
+use crate::gpu::Pinned;
 use crate::tensor::{DType, Layout, TensorView, TensorViewMut};
+
+/// Device memory for the tensors of one rank's checks (arbitrary: those of the largest script fit several times).
+const ARENA_BYTES: usize = 64 << 20;
+
+/// Where one rank's tensors are.
+#[derive(Debug, Clone)]
+pub(super) struct Place {
+    pub(super) backend: Backend,
+    arena: Option<Arc<Arena>>,
+}
+
+impl Place {
+    pub(super) fn new(backend: Backend) -> Result<Self, Failed> {
+        let arena = match &backend {
+            Backend::Cpu(_) => None,
+            Backend::Cuda(cuda) => Some(Arena::new(cuda, ARENA_BYTES)?),
+        };
+        Ok(Place { backend, arena })
+    }
+
+    pub(super) fn cuda(&self) -> Option<&Cuda> {
+        match &self.backend {
+            Backend::Cpu(_) => None,
+            Backend::Cuda(cuda) => Some(cuda),
+        }
+    }
+
+    /// Poison that is seen by the backend.
+    pub(super) fn guarded(&self, len: usize) -> Guarded {
+        Guarded::new(len).within(self.arena.as_ref())
+    }
+
+    /// The bytes under a view, wherever it is.
+    pub(super) fn bytes<'a>(&self, what: &str, view: &TensorView<'a>) -> Result<Cow<'a, [u8]>> {
+        match self.cuda() {
+            None => view.host("check", what).map(Cow::Borrowed),
+            Some(cuda) => cuda.stream().read(view).map(Cow::Owned),
+        }
+    }
+
+    /// Its values.
+    pub(super) fn numbers<T: bytemuck::AnyBitPattern>(&self, what: &str, view: &TensorView<'_>) -> Result<Vec<T>> {
+        let bytes = self.bytes(what, view)?;
+        Ok(bytes[..view.layout().extent_bytes()].chunks_exact(size_of::<T>()).map(bytemuck::pod_read_unaligned).collect())
+    }
+}
+
+/// Numbers on the host that a backend writes in the order of its work.
+pub(super) enum HostNumbers {
+    Plain(Vec<u32>),
+    Pinned(Pinned),
+}
+
+impl HostNumbers {
+    pub(super) fn new(place: &Place, len: usize) -> Result<Self> {
+        Ok(match place.cuda() {
+            None => HostNumbers::Plain(vec![0; len]),
+            Some(cuda) => HostNumbers::Pinned(Pinned::new(cuda.device(), (4 * len).max(4))?),
+        })
+    }
+
+    pub(super) fn get(&self, len: usize) -> &[u32] {
+        match self {
+            HostNumbers::Plain(numbers) => numbers,
+            HostNumbers::Pinned(pinned) => &bytemuck::cast_slice(pinned.bytes())[..len],
+        }
+    }
+
+    pub(super) fn get_mut(&mut self, len: usize) -> &mut [u32] {
+        match self {
+            HostNumbers::Plain(numbers) => numbers,
+            HostNumbers::Pinned(pinned) => &mut bytemuck::cast_slice_mut(pinned.bytes_mut())[..len],
+        }
+    }
+}
 
 /// A `[rows, cols]` matrix of `dtype`. Everything that was not filled is poison.
 pub(super) struct Matrix {
     memory: Guarded,
+    place: Place,
     dtype: DType,
     rows: usize,
     cols: usize,
@@ -17,15 +98,22 @@ pub(super) struct Matrix {
 
 impl Matrix {
     /// All poison. `padded`: rows are `gap_bytes` apart, and the first starts 16 bytes after a 64-byte boundary.
-    pub(super) fn poisoned(dtype: DType, rows: usize, cols: usize, padded: bool, gap_bytes: usize) -> Self {
+    pub(super) fn poisoned(place: &Place, dtype: DType, rows: usize, cols: usize, padded: bool, gap_bytes: usize) -> Self {
         let stride = cols + if padded { gap_bytes / dtype.size() } else { 0 };
-        let memory = Guarded::at_offset(rows * stride * dtype.size(), if padded { 16 } else { 0 });
-        Matrix { memory, dtype, rows, cols, stride }
+        let memory = Guarded::at_offset(rows * stride * dtype.size(), if padded { 16 } else { 0 }).within(place.arena.as_ref());
+        Matrix { memory, place: place.clone(), dtype, rows, cols, stride }
     }
 
     /// The first rows hold `contiguous`.
-    pub(super) fn filled(dtype: DType, rows: usize, cols: usize, padded: bool, gap_bytes: usize, contiguous: &[u8]) -> Self {
-        let mut matrix = Self::poisoned(dtype, rows, cols, padded, gap_bytes);
+    pub(super) fn filled(
+        place: &Place,
+        dtype: DType,
+        (rows, cols): (usize, usize),
+        padded: bool,
+        gap_bytes: usize,
+        contiguous: &[u8],
+    ) -> Self {
+        let mut matrix = Self::poisoned(place, dtype, rows, cols, padded, gap_bytes);
         let (row_bytes, stride_bytes) = (cols * dtype.size(), matrix.stride * dtype.size());
         if row_bytes > 0 {
             for (r, row) in contiguous.chunks_exact(row_bytes).enumerate() {
@@ -40,12 +128,22 @@ impl Matrix {
     }
 
     pub(super) fn view(&self) -> Result<TensorView<'_>> {
-        TensorView::new(self.memory.bytes(), self.layout()?)
+        self.memory.view(&self.place.backend, 0, self.layout()?).map_err(in_setup)
     }
 
     pub(super) fn view_mut(&mut self) -> Result<TensorViewMut<'_>> {
         let layout = self.layout()?;
-        TensorViewMut::new(self.memory.bytes_mut(), layout)
+        self.memory.view_mut(&self.place.backend, 0, layout).map_err(in_setup)
+    }
+
+    /// Its first row.
+    pub(super) fn vector(&self) -> Result<TensorView<'_>> {
+        self.memory.view(&self.place.backend, 0, Layout::contiguous("check", self.dtype, &[self.cols])?).map_err(in_setup)
+    }
+
+    /// Waits for the backend and brings back what it wrote.
+    pub(super) fn fetch(&mut self) -> Result<()> {
+        self.memory.fetch(&self.place.backend).map_err(in_setup)
     }
 
     /// The first `num_rows` rows, contiguous.
@@ -69,13 +167,18 @@ impl Matrix {
     }
 }
 
+/// A failure of the checks' own memory ends the rank's walk.
+pub(super) fn in_setup(Failed(why): Failed) -> Error {
+    Error::Io { what: "memory of the checks".into(), why }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
 
     #[test]
     fn writes_beside_the_valid_rows_are_found() {
-        let mut m = Matrix::filled(DType::F32, 3, 4, true, 16, &[1; 32]);
+        let mut m = Matrix::filled(&Place::new(Backend::cpu()).unwrap(), DType::F32, (3, 4), true, 16, &[1; 32]);
         assert_eq!(m.contiguous(2), [1; 32]);
         m.check("m", 2).unwrap();
         for at in [16, 31, 64] {

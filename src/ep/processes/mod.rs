@@ -57,7 +57,6 @@ impl World {
     /// secret, a rank that is there already, or a folder that others can write to; `Busy` when another world is meeting as the same group; `Unsupported` when
     /// the ranks are on several machines.
     pub fn join(backend: &Backend, rendezvous: &Rendezvous) -> Result<World> {
-        backend.as_cpu(OP)?;
         let (size, rank) = (rendezvous.size, rendezvous.rank);
         let place = Place::new(rendezvous.folder.as_deref(), &rendezvous.job, &rendezvous.key())?;
         // While this process lives the others' ends of its lifeline stay quiet.

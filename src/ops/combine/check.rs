@@ -7,18 +7,32 @@ use super::{ExpertRows, Input, Output, Sent};
 use crate::ep::ExpertParallel;
 use crate::error::{Error, Result};
 use crate::ops::dispatch::{Arrival, Routing, Rows, aligned_matrix, filled, matrix, same_object};
+use crate::space::Space;
 use crate::tensor::{DType, TensorViewMut};
 
 const OP: &str = "combine";
 
-/// Rows that are known good.
-pub(super) struct Checked<'a> {
+/// Rows that are known good, in memory `M`.
+pub(super) struct Checked<M> {
     /// `None`: in place.
-    pub y: Option<Rows<'a>>,
-    pub row_weights: Option<Rows<'a>>,
+    pub y: Option<Rows<M>>,
+    pub row_weights: Option<Rows<M>>,
 }
 
-pub(super) fn input<'a>(ep: &ExpertParallel, routing: &Routing, arrival: &Arrival, input: &Input<'a>) -> Result<Checked<'a>> {
+/// Outputs that are known good.
+pub(super) struct CheckedOutput<M> {
+    pub out: Rows<M>,
+    pub add_to: Option<(DType, Rows<M>)>,
+    pub topk_weights: Option<Rows<M>>,
+}
+
+pub(super) fn input<'a, S: Space>(
+    space: &S,
+    ep: &ExpertParallel,
+    routing: &Routing,
+    arrival: &Arrival,
+    input: &Input<'a>,
+) -> Result<Checked<S::Read<'a>>> {
     let c = ep.config();
     same_object(ep, routing, OP)?;
     filled(routing, OP)?;
@@ -29,38 +43,51 @@ pub(super) fn input<'a>(ep: &ExpertParallel, routing: &Routing, arrival: &Arriva
         let got = format!("of dispatch {}", arrival.filled_by);
         return Err(Error::invalid(OP, "arrival", got, format!("of the routing's dispatch {}", routing.filled_by)));
     }
-    let rows = arrival.num_rows();
+    // The host of a GPU does not know how many rows arrived.
+    let rows = ep.shared.cuda().map_or_else(|| arrival.lease.counts().num_rows(), |_| ep.plan().max_rows);
     let y = match &input.y {
         ExpertRows::InPlace => None,
-        ExpertRows::Staged(y) => Some(aligned_matrix(OP, "y", y, &[c.combine_dtype], rows, c.hidden)?),
+        ExpertRows::Staged(y) => Some(aligned_matrix(space, OP, "y", y, &[c.combine_dtype], rows, c.hidden)?),
     };
     let row_weights = match (&input.row_weights, c.fold_weights) {
         (None, false) => None,
-        (Some(w), true) => Some(matrix(OP, "row_weights", w, &[DType::F32], rows, ep.plan().row_k)?),
+        (Some(w), true) => Some(matrix(space, OP, "row_weights", w, &[DType::F32], rows, ep.plan().row_k)?),
         (None, true) => return Err(Error::invalid(OP, "row_weights", "None", "a tensor: the configuration has fold_weights")),
         (Some(_), false) => return Err(Error::invalid(OP, "row_weights", "a tensor", "None: the configuration has no fold_weights")),
     };
     Ok(Checked { y, row_weights })
 }
 
-pub(super) fn output(ep: &ExpertParallel, routing: &Routing, output: &Output<'_>) -> Result<()> {
+pub(super) fn output<'a, S: Space>(
+    space: &S,
+    ep: &ExpertParallel,
+    routing: &Routing,
+    output: &'a Output<'_>,
+) -> Result<CheckedOutput<S::Read<'a>>> {
     let c = ep.config();
     same_object(ep, routing, OP)?;
     filled(routing, OP)?;
     let tokens = routing.num_tokens();
-    aligned_matrix(OP, "out", &output.out.as_view(), &[c.combine_dtype], tokens, c.hidden)?;
+    let out = aligned_matrix(space, OP, "out", &output.out.as_view(), &[c.combine_dtype], tokens, c.hidden)?;
     no_overlap("out", &output.out, tokens)?;
-    if let Some(add_to) = &output.add_to {
-        aligned_matrix(OP, "add_to", add_to, &[c.combine_dtype, DType::F32], tokens, c.hidden)?;
-    }
-    match (&output.topk_weights, c.fold_weights) {
-        (None, _) => Ok(()),
-        (Some(w), true) => {
-            matrix(OP, "topk_weights", &w.as_view(), &[DType::F32], tokens, c.k)?;
-            no_overlap("topk_weights", w, tokens)
+    let add_to = match &output.add_to {
+        None => None,
+        Some(add_to) => {
+            let rows = aligned_matrix(space, OP, "add_to", add_to, &[c.combine_dtype, DType::F32], tokens, c.hidden)?;
+            Some((add_to.dtype(), rows))
         }
-        (Some(_), false) => Err(Error::invalid(OP, "topk_weights", "a tensor", "None: the configuration has no fold_weights")),
-    }
+    };
+    let topk_weights = match (&output.topk_weights, c.fold_weights) {
+        (None, _) => None,
+        (Some(w), true) => {
+            no_overlap("topk_weights", w, tokens)?;
+            Some(matrix(space, OP, "topk_weights", &w.as_view(), &[DType::F32], tokens, c.k)?)
+        }
+        (Some(_), false) => {
+            return Err(Error::invalid(OP, "topk_weights", "a tensor", "None: the configuration has no fold_weights"));
+        }
+    };
+    Ok(CheckedOutput { out, add_to, topk_weights })
 }
 
 /// Rows that are written must not share bytes.

@@ -61,7 +61,7 @@ thread_local! {
 }
 
 /// Puts this rank's rows into wire form and says that they may be read (steps 8 and 9).
-pub(super) fn send(ep: &mut ExpertParallel, routing: &Routing, arrival: Arrival, checked: &Checked<'_>) -> Sent {
+pub(super) fn send(ep: &mut ExpertParallel, routing: &Routing, arrival: Arrival, checked: &Checked<&[u8]>) -> Sent {
     let lease = arrival.lease;
     let shared = lease.shared.clone();
     let bank = shared.bank_offset(lease.bank);
@@ -70,11 +70,11 @@ pub(super) fn send(ep: &mut ExpertParallel, routing: &Routing, arrival: Arrival,
     let work = Work { shared: &shared, routing, bank, y: checked.y };
     match path(&shared) {
         Path::Rows if checked.y.is_none() => {}
-        Path::Rows | Path::Converted => work.convert_rows(counts.num_rows),
+        Path::Rows | Path::Converted => work.convert_rows(counts.num_rows()),
         Path::Partial | Path::PartialConverted => work.sum_rows(*counts.arrival_start.last().expect("world + 1 entries") as usize),
     }
     if let Some(weights) = &checked.row_weights {
-        work.store_weights(weights, counts.num_rows);
+        work.store_weights(weights, counts.num_rows());
     }
     // sync ready: release, pairs with the acquire in `receive` of every source
     Machine::release();
@@ -89,7 +89,7 @@ struct Work<'a> {
     shared: &'a Shared,
     routing: &'a Routing,
     bank: usize,
-    y: Option<Rows<'a>>,
+    y: Option<Rows<&'a [u8]>>,
 }
 
 impl Work<'_> {
@@ -173,7 +173,7 @@ impl Work<'_> {
         });
     }
 
-    fn store_weights(&self, weights: &Rows<'_>, num_rows: usize) {
+    fn store_weights(&self, weights: &Rows<&[u8]>, num_rows: usize) {
         let plan = &self.shared.plan;
         for slot in 0..num_rows {
             // SAFETY: peers read them only after this rank's ready word (9).

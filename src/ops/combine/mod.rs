@@ -2,6 +2,7 @@
 
 mod check;
 mod cpu;
+mod cuda;
 mod reduce;
 
 use crate::ep::ExpertParallel;
@@ -56,7 +57,10 @@ impl ExpertParallel {
     /// # Errors
     /// `Invalid` before anything is sent, with the arrival given back; `Timeout` and `Poisoned`.
     pub fn combine(&mut self, routing: &Routing, arrival: Arrival, input: &Input<'_>, output: Output<'_>) -> Result<(), Rejected<Arrival>> {
-        if let Err(error) = check::output(self, routing, &output) {
+        if self.shared.cuda().is_some() {
+            return cuda::combine(self, routing, arrival, input, output);
+        }
+        if let Err(error) = check::output(self.shared.member.cpu(), self, routing, &output) {
             return Err(Rejected { error, returned: Some(arrival) });
         }
         let sent = self.combine_send(routing, arrival, input)?;
@@ -65,7 +69,11 @@ impl ExpertParallel {
 
     /// First half of [`combine`](Self::combine): this rank's rows are complete and may be read.
     pub fn combine_send(&mut self, routing: &Routing, arrival: Arrival, input: &Input<'_>) -> Result<Sent, Rejected<Arrival>> {
-        let checked = self.shared.member.check_alive().and_then(|()| check::input(self, routing, &arrival, input));
+        if self.shared.cuda().is_some() {
+            return cuda::send(self, routing, arrival, input);
+        }
+        let shared = self.shared.clone();
+        let checked = shared.check_alive().and_then(|()| check::input(shared.member.cpu(), self, routing, &arrival, input));
         match checked {
             Ok(checked) => Ok(cpu::send(self, routing, arrival, &checked)),
             Err(error) => Err(Rejected { error, returned: Some(arrival) }),
@@ -74,7 +82,10 @@ impl ExpertParallel {
 
     /// Second half of [`combine`](Self::combine).
     pub fn combine_receive(&mut self, routing: &Routing, sent: Sent, output: Output<'_>) -> Result<(), Rejected<Sent>> {
-        let checked = check::sent(self, routing, &sent).and_then(|()| check::output(self, routing, &output));
+        if self.shared.cuda().is_some() {
+            return cuda::receive(self, routing, sent, output);
+        }
+        let checked = check::sent(self, routing, &sent).and_then(|()| check::output(self.shared.member.cpu(), self, routing, &output));
         if let Err(error) = checked {
             return Err(Rejected { error, returned: Some(sent) });
         }

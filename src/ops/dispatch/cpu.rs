@@ -20,7 +20,7 @@ use crate::tensor::DType;
 /// Tokens of one unit of parallel work (arbitrary: some 100 us of copying at 7168 bf16).
 const PART_TOKENS: usize = 32;
 
-pub(super) fn dispatch_send(ep: &mut ExpertParallel, routing: &mut Routing, checked: &Checked<'_>) -> Result<Sent> {
+pub(super) fn dispatch_send(ep: &mut ExpertParallel, routing: &mut Routing, checked: &Checked<&[u8]>) -> Result<Sent> {
     let shared = ep.shared.clone();
     let lease = shared.take_bank("dispatch", ep.epoch + 1)?;
     routing.filled_by = 0;
@@ -45,7 +45,7 @@ pub(super) fn dispatch_send(ep: &mut ExpertParallel, routing: &mut Routing, chec
     Ok(Sent { epoch: call.epoch, filled_by: call.epoch, kind: call.kind, lease })
 }
 
-pub(super) fn replay_send(ep: &mut ExpertParallel, routing: &Routing, payload: &CheckedPayload<'_>) -> Result<Sent> {
+pub(super) fn replay_send(ep: &mut ExpertParallel, routing: &Routing, payload: &CheckedPayload<&[u8]>) -> Result<Sent> {
     let shared = ep.shared.clone();
     let lease = shared.take_bank("replay", ep.epoch + 1)?;
     ep.epoch += 1;
@@ -186,8 +186,8 @@ thread_local! {
 }
 
 /// Calls `send` with token `t`'s row and scales as they travel.
-fn with_payload(shared: &Shared, payload: &CheckedPayload<'_>, t: usize, send: impl FnOnce(&[u8], &[u8])) {
-    let scales = if shared.config.scale_bytes > 0 { payload.scales.row(t) } else { &[] };
+fn with_payload(shared: &Shared, payload: &CheckedPayload<&[u8]>, t: usize, send: impl FnOnce(&[u8], &[u8])) {
+    let scales = payload.scales.map_or(&[][..], |scales| scales.row(t));
     let Some(quantize) = shared.config.quantize else { return send(payload.x.row(t), scales) };
     QUANTIZED.with_borrow_mut(|(q, scales)| {
         q.resize(shared.plan.row_bytes, 0);
@@ -211,7 +211,7 @@ fn destinations(routing: &Routing, owners: &[Rank], t: usize) -> impl Iterator<I
 }
 
 /// Low latency: the first rows for each peer travel with the counts, into staging that no user sees and that needs no credit (step 1).
-fn stage(call: &Call<'_>, routing: &Routing, payload: &CheckedPayload<'_>) {
+fn stage(call: &Call<'_>, routing: &Routing, payload: &CheckedPayload<&[u8]>) {
     let Call { shared, epoch, .. } = *call;
     let plan = &shared.plan;
     if plan.staged_rows == 0 {
@@ -287,7 +287,7 @@ pub(super) fn local_id(shared: &Shared, expert: i32) -> i32 {
 }
 
 /// Writes every row that did not travel with the counts to its final place, and says so (steps 4 and 5).
-fn send_rows(call: &Call<'_>, routing: &Routing, payload: &CheckedPayload<'_>) {
+fn send_rows(call: &Call<'_>, routing: &Routing, payload: &CheckedPayload<&[u8]>) {
     let Call { shared, bank, epoch, .. } = *call;
     let plan = &shared.plan;
     let me = shared.me();
@@ -308,7 +308,7 @@ fn send_rows(call: &Call<'_>, routing: &Routing, payload: &CheckedPayload<'_>) {
     }
 }
 
-fn send_token(shared: &Shared, routing: &Routing, payload: &CheckedPayload<'_>, bank: usize, t: usize, store: Store) {
+fn send_token(shared: &Shared, routing: &Routing, payload: &CheckedPayload<&[u8]>, bank: usize, t: usize, store: Store) {
     let plan = &shared.plan;
     let k = routing.config.k;
     let owners = plan.placement.owners();

@@ -3,11 +3,14 @@
 mod arrival;
 mod check;
 mod cpu;
+mod cuda;
 mod receive;
+mod received;
 mod record;
 mod routing;
 
-pub use arrival::{Arrival, Metadata};
+pub use arrival::Arrival;
+pub use received::{Metadata, Received};
 pub use routing::Routing;
 
 pub(crate) use check::{Rows, aligned_matrix, filled, matrix, same_object};
@@ -17,7 +20,7 @@ use crate::ep::ExpertParallel;
 use crate::ep::object::Lease;
 use crate::ep::signal::Kind;
 use crate::error::{Rejected, Result};
-use crate::tensor::TensorView;
+use crate::tensor::{TensorView, TensorViewMut};
 
 /// How many tokens a call has.
 #[derive(Debug, Clone, Copy, Default)]
@@ -49,10 +52,11 @@ pub struct Input<'a> {
 /// What a call reports beside the arrival.
 #[derive(Debug, Default)]
 pub struct Outputs<'a> {
-    /// Running statistics `[L]`: the rows per local expert of this call are added.
-    pub expert_statistics: Option<&'a mut [u64]>,
-    /// Receives the rows per local expert `[L]` of this call.
-    pub counts_host: Option<&'a mut [u32]>,
+    /// Running statistics `i64 [L]`, in the memory of the backend: the rows per local expert of this call are added.
+    pub expert_statistics: Option<TensorViewMut<'a>>,
+    /// Receives the rows per local expert `u32 [L]` of this call, in host memory. On a GPU in the order of the stream, and the memory is
+    /// [`Pinned`](crate::gpu::Pinned).
+    pub counts_host: Option<TensorViewMut<'a>>,
 }
 
 /// Payload of a [`replay`](ExpertParallel::replay): the same routing, new rows.
@@ -79,11 +83,18 @@ pub struct Sent {
 impl ExpertParallel {
     /// Sends this rank's tokens and receives those of all ranks. Collective.
     ///
+    /// On a GPU the call returns when its kernels are queued. What only they find out, [`Error::Capacity`](crate::Error::Capacity),
+    /// `Mismatch`, `Timeout` and `Poisoned`, the next call on this object returns, or [`synchronize`](Self::synchronize), or
+    /// [`Arrival::on_host`]; the arrival of a call that was refused has no rows, and its combine writes nothing.
+    ///
     /// # Errors
     /// `Invalid` before anything is sent; `Capacity` on every rank, with no payload written; `Busy` when the bank's arrival is still alive;
     /// `Mismatch` when another rank called [`replay`](Self::replay); `Timeout` and `Poisoned`.
     pub fn dispatch(&mut self, routing: &mut Routing, input: &Input<'_>, outputs: Outputs<'_>) -> Result<Arrival> {
         check::outputs(self, &outputs)?;
+        if self.shared.cuda().is_some() {
+            return cuda::dispatch(self, routing, input, outputs);
+        }
         let sent = self.dispatch_send(routing, input)?;
         Ok(self.dispatch_receive(routing, sent, outputs)?)
     }
@@ -93,14 +104,21 @@ impl ExpertParallel {
     /// # Errors
     /// As [`dispatch`](Self::dispatch); `Invalid` for a routing that holds no call of this rank and configuration.
     pub fn replay(&mut self, routing: &Routing, payload: &Payload<'_>) -> Result<Arrival> {
+        if self.shared.cuda().is_some() {
+            return cuda::replay(self, routing, payload);
+        }
         let sent = self.replay_send(routing, payload)?;
         Ok(self.replay_receive(routing, sent)?)
     }
 
     /// First half of [`dispatch`](Self::dispatch): counts and rows leave; nothing waits for rows.
     pub fn dispatch_send(&mut self, routing: &mut Routing, input: &Input<'_>) -> Result<Sent> {
-        self.shared.member.check_alive()?;
-        let checked = check::input(self, routing, input)?;
+        self.shared.check_alive()?;
+        if self.shared.cuda().is_some() {
+            return cuda::dispatch_send(self, routing, input);
+        }
+        let shared = self.shared.clone();
+        let checked = check::input(shared.member.cpu(), self, routing, input)?;
         cpu::dispatch_send(self, routing, &checked)
     }
 
@@ -109,15 +127,22 @@ impl ExpertParallel {
         if let Err(error) = check::outputs(self, &outputs).and_then(|()| check::sent(routing, &sent, Kind::Dispatch)) {
             return Err(Rejected { error, returned: Some(sent) });
         }
+        if self.shared.cuda().is_some() {
+            return cuda::dispatch_receive(self, routing, sent, outputs);
+        }
         let arrival = cpu::dispatch_receive(routing, sent)?;
-        outputs.fill(&arrival);
+        outputs.fill(&arrival)?;
         Ok(arrival)
     }
 
     /// First half of [`replay`](Self::replay).
     pub fn replay_send(&mut self, routing: &Routing, payload: &Payload<'_>) -> Result<Sent> {
-        self.shared.member.check_alive()?;
-        let checked = check::payload(self, routing, payload)?;
+        self.shared.check_alive()?;
+        if self.shared.cuda().is_some() {
+            return cuda::replay_send(self, routing, payload);
+        }
+        let shared = self.shared.clone();
+        let checked = check::payload(shared.member.cpu(), self, routing, payload)?;
         cpu::replay_send(self, routing, &checked)
     }
 
@@ -126,18 +151,23 @@ impl ExpertParallel {
         if let Err(error) = check::sent(routing, &sent, Kind::Replay) {
             return Err(Rejected { error, returned: Some(sent) });
         }
+        if self.shared.cuda().is_some() {
+            return cuda::replay_receive(self, routing, sent);
+        }
         Ok(cpu::replay_receive(routing, sent)?)
     }
 }
 
 impl Outputs<'_> {
-    fn fill(self, arrival: &Arrival) {
-        let counts = arrival.num_rows_per_expert();
-        if let Some(statistics) = self.expert_statistics {
-            statistics.iter_mut().zip(counts).for_each(|(s, &n)| *s += u64::from(n));
+    fn fill(self, arrival: &Arrival) -> Result<()> {
+        let counts = arrival.lease.counts().num_rows_per_expert.as_slice();
+        if let Some(mut statistics) = self.expert_statistics {
+            let bytes = &mut statistics.host_mut("dispatch", "expert_statistics")?[..size_of_val(counts) * 2];
+            bytemuck::cast_slice_mut::<u8, i64>(bytes).iter_mut().zip(counts).for_each(|(s, &n)| *s += i64::from(n));
         }
-        if let Some(host) = self.counts_host {
-            host.copy_from_slice(counts);
+        if let Some(mut host) = self.counts_host {
+            host.host_mut("dispatch", "counts_host")?[..size_of_val(counts)].copy_from_slice(bytemuck::cast_slice(counts));
         }
+        Ok(())
     }
 }

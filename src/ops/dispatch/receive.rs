@@ -126,11 +126,12 @@ impl Work<'_> {
     fn count_by_token(&self, counts: &mut Counts) {
         let plan = &self.shared.plan;
         let demand = counts.arrival_start[plan.world] as usize;
-        counts.num_rows = demand.min(plan.max_rows);
-        counts.num_dropped = demand - counts.num_rows;
+        let num_rows = demand.min(plan.max_rows);
+        counts.num_rows = [num_rows as u32];
+        counts.num_dropped = demand - num_rows;
         counts.num_rows_per_expert.fill(0);
         let rank = Rank(self.shared.me() as u32);
-        for slot in 0..counts.num_rows {
+        for slot in 0..num_rows {
             // SAFETY: step 7; nobody writes.
             let record = Reader::new(unsafe { self.bytes(plan.regions.records, slot, plan.record_bytes) }, plan.row_k);
             for &id in record.ids().iter().filter(|&&id| id >= 0) {
@@ -162,7 +163,7 @@ impl Work<'_> {
             dropped += (base - kept) as usize;
         }
         counts.segment_start[num_local] = start;
-        counts.num_rows = start as usize;
+        counts.num_rows = [start];
         counts.num_dropped = dropped;
     }
 
@@ -233,7 +234,7 @@ impl Work<'_> {
             // SAFETY: step 7; each slot is written once.
             unsafe { self.bytes_mut(plan.regions.x, slot, plan.row_bytes) }.copy_from_slice(&message[..plan.row_bytes]);
         }
-        let store = Store::for_bytes(counts.num_rows * plan.row_bytes);
+        let store = Store::for_bytes(counts.num_rows() * plan.row_bytes);
         self.shared.member.cpu().for_each_part(num_arrivals.div_ceil(PART_ARRIVALS), |part| {
             for arrival in part * PART_ARRIVALS..((part + 1) * PART_ARRIVALS).min(num_arrivals) {
                 let record = self.transit(arrival);

@@ -89,3 +89,11 @@ impl<'a> Reader<'a> {
 pub(crate) fn row_scales_offset(row_k: usize) -> usize {
     HEADER + 8 * row_k
 }
+
+/// Offset of the ids in a record; the weights are behind them.
+pub(crate) fn ids_offset() -> usize {
+    HEADER
+}
+
+/// Bytes from one route's id to its weight, for each route of the record.
+pub(crate) const WEIGHTS_BEHIND: usize = 4;

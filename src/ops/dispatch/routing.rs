@@ -101,14 +101,20 @@ impl Routing {
         routes + bases + received + 4 * p.world * p.num_count_words
     }
 
-    /// Tokens of the call on this rank.
+    /// Tokens of the call on this rank; the rows of `x`, when their number was in the memory of a GPU.
     pub fn num_tokens(&self) -> usize {
         self.num_tokens
     }
 
-    /// Rows of this rank's tokens that receivers dropped ([`Overflow::Drop`]).
-    pub fn num_dropped(&self) -> usize {
-        self.num_dropped
+    /// Rows of this rank's tokens that receivers dropped ([`Overflow::Drop`]). On a GPU it waits for the object's stream and reads the number.
+    ///
+    /// # Errors
+    /// Those of [`ExpertParallel::synchronize`].
+    pub fn num_dropped(&self, ep: &ExpertParallel) -> Result<usize> {
+        match ep.shared.cuda() {
+            None => Ok(self.num_dropped),
+            Some(_) => super::cuda::num_dropped(ep, self),
+        }
     }
 
     /// Routes `num_tokens` tokens: fills the arrays by route and this rank's count words.

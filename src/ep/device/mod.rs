@@ -1,0 +1,3 @@
+//! Expert parallelism on GPUs.
+mod end;
+pub(crate) use end::End;
