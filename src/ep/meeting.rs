@@ -12,6 +12,7 @@ use serde_json::Value;
 use super::symmetric::Symmetric;
 use super::world::lock;
 use crate::error::{Error, Result};
+use crate::gpu::Shareable;
 use crate::id::Rank;
 use crate::name::Name;
 
@@ -26,13 +27,15 @@ pub(crate) struct Posted {
     pub files: Vec<Arc<OwnedFd>>,
     /// Memory, between threads of a process.
     pub memory: Option<Arc<Symmetric>>,
+    /// Memory of a GPU, between threads of a process.
+    pub device_memory: Option<Arc<Shareable>>,
 }
 
 impl Posted {
     pub fn new(op: Name, value: Result<impl Serialize>) -> Self {
         let differs = |error| Error::invalid(op, "value", error, "one that can be written down");
         let value = value.and_then(|value| serde_json::to_value(value).map_err(differs));
-        Posted { op, value, files: Vec::new(), memory: None }
+        Posted { op, value, files: Vec::new(), memory: None, device_memory: None }
     }
 }
 

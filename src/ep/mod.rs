@@ -4,7 +4,8 @@
 //! back. `PROTOCOL.md` beside this file says in numbered steps who may write what, and when.
 
 mod config;
-pub(crate) mod device;
+#[doc(hidden)]
+pub mod device;
 mod meeting;
 pub(crate) mod object;
 mod page;

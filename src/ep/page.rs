@@ -1,6 +1,7 @@
 //! The page of a world: who has failed, left, met and sleeps. Atomics alone, in memory of one process or of several.
 #![forbid(unsafe_code)]
 
+use std::fmt;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering, fence};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
@@ -61,6 +62,44 @@ pub(crate) struct Page {
     pub ranks: Words<RankPage>,
     /// Held by the rank of this process that stores a record.
     recording: Mutex<()>,
+    /// What this process does about a failure.
+    hooks: Mutex<Hooks>,
+}
+
+/// What runs once when a process learns of the first failure of its world.
+#[derive(Default)]
+struct Hooks {
+    hooks: Vec<(u64, Hook)>,
+    num_added: u64,
+    have_run: bool,
+}
+
+/// It must be short, must not panic and must not touch the page: it runs under a lock, on whichever thread learns of the failure.
+pub(crate) type Hook = Box<dyn Fn() + Send + Sync>;
+
+impl fmt::Debug for Hooks {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Hooks").field("num", &self.hooks.len()).field("have_run", &self.have_run).finish()
+    }
+}
+
+/// A hook that runs when the world fails, until this is dropped: afterwards it neither runs nor is running.
+#[derive(Debug)]
+pub(crate) struct OnFailure {
+    page: Arc<Page>,
+    key: u64,
+}
+
+impl Drop for OnFailure {
+    fn drop(&mut self) {
+        let mut hooks = lock(&self.page.hooks);
+        if let Some(at) = hooks.hooks.iter().position(|(key, _)| *key == self.key) {
+            let hook = hooks.hooks.swap_remove(at);
+            // What it holds may take long to drop, and may look at the page.
+            drop(hooks);
+            drop(hook);
+        }
+    }
 }
 
 impl Page {
@@ -72,7 +111,7 @@ impl Page {
     /// The page in `memory`, which has [`num_bytes`](Self::num_bytes).
     pub fn new(memory: Arc<Symmetric>, world: usize) -> Self {
         let ranks = Words::new(memory.clone(), size_of::<RankPage>(), world);
-        Page { first: Words::new(memory, 0, 1), ranks, recording: Mutex::new(()) }
+        Page { first: Words::new(memory, 0, 1), ranks, recording: Mutex::new(()), hooks: Mutex::default() }
     }
 
     pub fn world(&self) -> usize {
@@ -101,7 +140,35 @@ impl Page {
             }
         }
         self.ring_all();
+        self.run_hooks();
         self.first().unwrap_or(failure)
+    }
+
+    /// Runs `hook` once when this process learns of the first failure: now, if it has. Whoever fails in this process, reads the failure in a wait, or
+    /// watches the other processes calls [`run_hooks`](Self::run_hooks).
+    pub fn on_failure(self: &Arc<Self>, hook: Hook) -> OnFailure {
+        let mut hooks = lock(&self.hooks);
+        if hooks.have_run {
+            hook();
+        }
+        hooks.num_added += 1;
+        let key = hooks.num_added;
+        hooks.hooks.push((key, hook));
+        drop(hooks);
+        let added = OnFailure { page: self.clone(), key };
+        // A failure of another process that nobody here has seen yet.
+        if self.first().is_some() {
+            self.run_hooks();
+        }
+        added
+    }
+
+    /// The world has failed: runs the hooks, if they have not run.
+    pub fn run_hooks(&self) {
+        let mut hooks = lock(&self.hooks);
+        if !std::mem::replace(&mut hooks.have_run, true) {
+            hooks.hooks.iter().for_each(|(_, hook)| hook());
+        }
     }
 
     /// Wakes every rank that waits.
@@ -304,6 +371,35 @@ mod tests {
             let first = Page::new(memory.clone(), 2).first();
             assert!(a == b && first == Some(*a), "{a:?} {b:?} {first:?}");
         }
+    }
+
+    #[test]
+    fn hooks_run_once_when_the_world_fails() {
+        let memory = Arc::new(Symmetric::new(Page::num_bytes(2)).unwrap());
+        let page = Arc::new(Page::new(memory.clone(), 2));
+        let counts = [(); 4].map(|()| Arc::new(AtomicU32::new(0)));
+        let add = |page: &Arc<Page>, i: usize| {
+            let count = counts[i].clone();
+            page.on_failure(Box::new(move || drop(count.fetch_add(1, Ordering::Relaxed))))
+        };
+        let seen = || counts.each_ref().map(|count| count.load(Ordering::Relaxed));
+        let kept = add(&page, 0);
+        drop(add(&page, 1));
+        assert_eq!(seen(), [0; 4]);
+        page.fail(Rank(0), failure(FailureKind::Died, 1));
+        page.fail(Rank(1), failure(FailureKind::Panicked, 1));
+        assert_eq!(seen(), [1, 0, 0, 0]);
+        // Who comes later is told at once, once.
+        let late = add(&page, 2);
+        page.run_hooks();
+        assert_eq!(seen(), [1, 0, 1, 0]);
+        // Another process, which sees the same words.
+        let other = Arc::new(Page::new(memory, 2));
+        let theirs = add(&other, 3);
+        assert_eq!(seen(), [1, 0, 1, 1]);
+        other.run_hooks();
+        assert_eq!(seen(), [1, 0, 1, 1]);
+        drop((kept, late, theirs));
     }
 
     #[test]

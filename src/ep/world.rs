@@ -13,7 +13,7 @@ use serde::de::DeserializeOwned;
 use super::config::MAX_RANKS;
 use super::meeting::{Board, Posted, values};
 pub(crate) use super::page::Doing;
-use super::page::{Bell, Page};
+use super::page::{Bell, Hook, OnFailure, Page};
 #[cfg(target_os = "linux")]
 use super::processes::{Processes, Rendezvous};
 use super::symmetric::{Symmetric, Words};
@@ -297,7 +297,22 @@ impl Member {
 
     /// `Poisoned` once the world has failed.
     pub fn check_alive(&self) -> Result<()> {
-        self.page.first().map_or(Ok(()), |first| Err(Error::Poisoned { first }))
+        let Some(first) = self.page.first() else { return Ok(()) };
+        // It may be a failure of another process that nobody here has seen yet.
+        self.page.run_hooks();
+        Err(Error::Poisoned { first })
+    }
+
+    /// Runs `hook` once when this process learns of the world's first failure, until what this returns is dropped.
+    pub fn on_failure(&self, hook: Hook) -> OnFailure {
+        self.page.on_failure(hook)
+    }
+
+    /// Fails the world if this thread panics: for what is dropped before the membership is.
+    pub fn fail_if_panicking(&self) {
+        if std::thread::panicking() {
+            self.fail(self.page.record(FailureKind::Panicked, self.rank));
+        }
     }
 
     /// Stores the world's first failure, if this is it, wakes everybody and returns the first.
@@ -313,8 +328,18 @@ impl Member {
         }
     }
 
+    /// Whether all ranks are threads of this process.
+    pub(super) fn is_among_threads(&self) -> bool {
+        matches!(self.link, Link::Threads(_))
+    }
+
+    /// What the ranks of this process have in common at this point of setup, and nothing else in the process has while the world lives.
+    pub(super) fn place_in_setup(&self) -> (usize, u64) {
+        (Arc::as_ptr(&self.page).addr(), self.num_meetings.load(Ordering::Relaxed))
+    }
+
     /// What every rank brings, in the order of ranks.
-    fn meet(&self, posted: Posted) -> Result<Vec<Posted>> {
+    pub(super) fn meet(&self, posted: Posted) -> Result<Vec<Posted>> {
         let key = self.num_meetings.fetch_add(1, Ordering::Relaxed);
         let op = posted.op;
         let (me, size) = (self.rank.index(), self.size());
@@ -341,7 +366,7 @@ impl Member {
         }
     }
 
-    fn exchange<T: Serialize + DeserializeOwned>(&self, op: Name, value: Result<T>) -> Result<Vec<T>> {
+    pub(super) fn exchange<T: Serialize + DeserializeOwned>(&self, op: Name, value: Result<T>) -> Result<Vec<T>> {
         values(op, &self.meet(Posted::new(op, value))?)
     }
 
@@ -401,9 +426,7 @@ impl Member {
 
 impl Drop for Member {
     fn drop(&mut self) {
-        if std::thread::panicking() {
-            self.fail(self.page.record(FailureKind::Panicked, self.rank));
-        }
+        self.fail_if_panicking();
         self.page.leave(self.rank.index());
     }
 }

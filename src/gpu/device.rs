@@ -45,12 +45,16 @@ pub struct Properties {
     pub max_threads_per_block: u32,
     /// Most threads that one SM holds.
     pub max_threads_per_sm: u32,
+    /// Most blocks that one SM holds.
+    pub max_blocks_per_sm: u32,
     /// 32-bit registers of one SM.
     pub registers_per_sm: u32,
     /// Most shared memory of a block, with the opt-in.
     pub max_smem_bytes: u32,
     /// Shared memory of an SM.
     pub smem_bytes_per_sm: u32,
+    /// Shared memory of each block that the driver keeps for itself.
+    pub reserved_smem_bytes: u32,
     /// Second-level cache.
     pub l2_bytes: u64,
     /// Device memory.
@@ -256,9 +260,11 @@ impl Properties {
             num_sms: number(16)?,
             max_threads_per_block: number(1)?,
             max_threads_per_sm: number(39)?,
+            max_blocks_per_sm: number(106)?,
             registers_per_sm: number(82)?,
             max_smem_bytes: number(97)?,
             smem_bytes_per_sm: number(81)?,
+            reserved_smem_bytes: number(111)?,
             l2_bytes: u64::from(number(38)?),
             memory_bytes: memory_bytes as u64,
             warp_size: number(10)?,

@@ -32,6 +32,28 @@ pub struct LaunchConfig {
     pub(super) num_attributes: c_uint,
 }
 
+/// What an allocation is to be (spec: `CUmemAllocationProp`).
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub struct MemoryProperties {
+    pub(super) kind: c_int,
+    pub(super) handle_types: c_int,
+    pub(super) location_kind: c_int,
+    pub(super) location: c_int,
+    pub(super) windows: *mut c_void,
+    /// Compression, remote access, usage and padding.
+    pub(super) flags: [u8; 8],
+}
+
+/// Who may access mapped memory, and how (spec: `CUmemAccessDesc`).
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub struct MemoryAccess {
+    pub(super) location_kind: c_int,
+    pub(super) location: c_int,
+    pub(super) access: c_int,
+}
+
 table! {
     /// Functions of the NVIDIA driver.
     Driver, failed {
@@ -46,12 +68,15 @@ table! {
         device_pci_bus_id = "cuDeviceGetPCIBusId"(id: *mut c_char, len: c_int, device: c_int);
         device_attribute = "cuDeviceGetAttribute"(value: *mut c_int, attribute: c_int, device: c_int);
         device_total_memory = "cuDeviceTotalMem_v2"(bytes: *mut usize, device: c_int);
+        device_can_access = "cuDeviceCanAccessPeer"(can: *mut c_int, device: c_int, peer: c_int);
         primary_context_retain = "cuDevicePrimaryCtxRetain"(context: *mut Handle, device: c_int);
         context_current = "cuCtxGetCurrent"(context: *mut Handle);
         context_push = "cuCtxPushCurrent_v2"(context: Handle);
         context_pop = "cuCtxPopCurrent_v2"(context: *mut Handle);
         context_synchronize = "cuCtxSynchronize"();
+        stream_priorities = "cuCtxGetStreamPriorityRange"(least: *mut c_int, greatest: *mut c_int);
         stream_create = "cuStreamCreate"(stream: *mut Handle, flags: c_uint);
+        stream_create_urgent = "cuStreamCreateWithPriority"(stream: *mut Handle, flags: c_uint, priority: c_int);
         stream_destroy = "cuStreamDestroy_v2"(stream: Handle);
         stream_synchronize = "cuStreamSynchronize"(stream: Handle);
         stream_query = "cuStreamQuery"(stream: Handle);
@@ -75,6 +100,18 @@ table! {
         copy_to_host = "cuMemcpyDtoHAsync_v2"(to: *mut c_void, from: u64, bytes: usize, stream: Handle);
         copy_on_device = "cuMemcpyDtoDAsync_v2"(to: u64, from: u64, bytes: usize, stream: Handle);
         fill_bytes = "cuMemsetD8Async"(address: u64, byte: u8, bytes: usize, stream: Handle);
+        memory_range = "cuMemGetAddressRange_v2"(start: *mut u64, bytes: *mut usize, address: u64);
+        memory_granularity = "cuMemGetAllocationGranularity"(bytes: *mut usize, properties: *const MemoryProperties, option: c_int);
+        memory_create = "cuMemCreate"(memory: *mut u64, bytes: usize, properties: *const MemoryProperties, flags: u64);
+        memory_release = "cuMemRelease"(memory: u64);
+        memory_retain = "cuMemRetainAllocationHandle"(memory: *mut u64, address: *mut c_void);
+        memory_export = "cuMemExportToShareableHandle"(file: *mut c_void, memory: u64, kind: c_int, flags: u64);
+        memory_import = "cuMemImportFromShareableHandle"(memory: *mut u64, file: *mut c_void, kind: c_int);
+        address_reserve = "cuMemAddressReserve"(address: *mut u64, bytes: usize, alignment: usize, wish: u64, flags: u64);
+        address_free = "cuMemAddressFree"(address: u64, bytes: usize);
+        memory_map = "cuMemMap"(address: u64, bytes: usize, offset: usize, memory: u64, flags: u64);
+        memory_unmap = "cuMemUnmap"(address: u64, bytes: usize);
+        memory_set_access = "cuMemSetAccess"(address: u64, bytes: usize, access: *const MemoryAccess, num: usize);
         pointer_attributes = "cuPointerGetAttributes"(num: c_uint, attributes: *const c_int, values: *const *mut c_void, address: u64);
         module_load = "cuModuleLoadData"(module: *mut Handle, image: *const c_void);
         module_unload = "cuModuleUnload"(module: Handle);
@@ -166,5 +203,7 @@ mod tests {
         assert_eq!(size_of::<LaunchAttribute>(), 72);
         assert_eq!(size_of::<LaunchConfig>(), 56);
         assert_eq!(std::mem::offset_of!(LaunchConfig, stream), 32);
+        assert_eq!((size_of::<MemoryProperties>(), size_of::<MemoryAccess>()), (32, 12));
+        assert_eq!(std::mem::offset_of!(MemoryProperties, flags), 24);
     }
 }

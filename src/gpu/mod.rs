@@ -8,6 +8,8 @@
 //! | [`Device`] | a GPU and its primary context |
 //! | [`Stream`], [`Event`], [`Graph`] | ours, or the caller's |
 //! | [`Buffer`], [`Pinned`] | memory; a caller's own memory is an address |
+//! | [`Shareable`], [`Extent`] | memory that other processes and devices use |
+//! | [`Alarm`] | words that the host sets beside running kernels |
 //! | [`Program`], [`Spec`] | a kernel as text and constants |
 //! | [`Kernels`], [`jit`] | compiled, cached in memory and on disk, loaded |
 //! | [`Kernel`], [`Geometry`] | a launch |
@@ -34,6 +36,7 @@
 //! | `MOE_NVRTC` | the run-time compiler, a file or its folder; else it is searched for ([`Nvrtc::get`]) |
 //! | `MOE_CACHE_DIR` | the folder of compiled kernels; else `moe-kernels` in `XDG_CACHE_HOME` or in `~/.cache` |
 
+mod alarm;
 mod blas;
 mod buffer;
 #[cfg(feature = "cudarc")]
@@ -50,8 +53,10 @@ mod nvrtc;
 mod places;
 pub mod plain;
 mod program;
+mod shareable;
 mod stream;
 
+pub use alarm::Alarm;
 pub use blas::{Blas, CublasLt, Product};
 pub use buffer::{Buffer, Pinned};
 pub use device::{Device, Properties};
@@ -61,4 +66,5 @@ pub use jit::Kernels;
 pub use launch::{Geometry, Kernel, Resources};
 pub use nvrtc::Nvrtc;
 pub use program::{Constant, Program, Source, Spec, Targets};
+pub use shareable::{Extent, Shareable};
 pub use stream::{Event, Stream};

@@ -133,7 +133,7 @@ impl Wire {
         if self.key != key || files.len() != self.num_files {
             return Err(io("a collective call", format!("call {} with {} files came in call {key}", self.key, files.len())));
         }
-        Ok(Posted { op: intern(&self.op), value: self.value, files, memory: None })
+        Ok(Posted { op: intern(&self.op), value: self.value, files, memory: None, device_memory: None })
     }
 }
 
@@ -244,6 +244,9 @@ fn watch(page: &Page, me: Rank, mut lifelines: Vec<(Rank, OwnedFd)>, stopped: &O
             // Who leaves says so before it closes anything.
             if !is_alive && !page.has_left(rank.index()) {
                 page.fail(me, page.record(FailureKind::Died, *rank));
+            } else if !is_alive && page.first().is_some() {
+                // It has left because it failed, which nobody here may have seen yet.
+                page.run_hooks();
             }
             is_alive
         });
