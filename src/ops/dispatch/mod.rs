@@ -3,6 +3,8 @@
 mod arrival;
 mod check;
 mod cpu;
+#[allow(dead_code, unused_imports, reason = "calls of objects on GPUs are made of it")]
+pub(crate) mod gpu;
 mod receive;
 mod record;
 mod routing;
@@ -17,6 +19,7 @@ use crate::ep::ExpertParallel;
 use crate::ep::object::Lease;
 use crate::ep::signal::Kind;
 use crate::error::{Rejected, Result};
+use crate::gpu::{Program, Spec};
 use crate::tensor::TensorView;
 
 /// How many tokens a call has.
@@ -74,6 +77,11 @@ pub struct Sent {
     /// Epoch of the dispatch that made the routing.
     filled_by: u64,
     kind: Kind,
+}
+
+/// Every kernel with every set of constants that is meant to be shipped.
+pub fn programs() -> Vec<Program> {
+    gpu::shipped().iter().map(Spec::program).collect()
 }
 
 impl ExpertParallel {
