@@ -228,6 +228,8 @@ pub struct Failure {
     pub epoch: u64,
     /// Epoch it last saw.
     pub seen: u64,
+    /// On a GPU: blocks of the waiting kernel that had stored their rows.
+    pub blocks_arrived: u32,
 }
 
 /// Kinds of [`Failure`].
@@ -246,9 +248,12 @@ pub enum FailureKind {
 
 impl fmt::Display for Failure {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Failure { kind, op, phase, rank, peer, epoch, seen } = self;
+        let Failure { kind, op, phase, rank, peer, epoch, seen, blocks_arrived } = self;
         match kind {
-            FailureKind::Timeout => write!(f, "{op}, phase {phase}: rank {rank} waited for rank {peer}, epoch {epoch} wanted, {seen} seen"),
+            FailureKind::Timeout => {
+                write!(f, "{op}, phase {phase}: rank {rank} waited for rank {peer}, epoch {epoch} wanted, {seen} seen")?;
+                if *blocks_arrived > 0 { write!(f, ", {blocks_arrived} blocks had stored their rows") } else { Ok(()) }
+            }
             FailureKind::Panicked => write!(f, "{op}, phase {phase}: rank {rank} panicked at epoch {seen}"),
             FailureKind::Died => write!(f, "{op}, phase {phase}: the process of rank {rank} ended at epoch {seen}"),
             FailureKind::Left => write!(f, "{op}, phase {phase}: rank {rank} left the world at epoch {seen}"),

@@ -234,6 +234,22 @@ impl Config {
         super::Plan::new(self, world)
     }
 
+    /// As [`plan`](Self::plan), for a world whose ranks own GPUs: what each of them allocates there.
+    ///
+    /// ```
+    /// use moe_kernels::{DType, ep::Config};
+    /// let plan = Config::new(7168, DType::BF16, 256, 8, 128).device_plan(8)?;
+    /// // 1024 rows of x and of y, 1024 records of 80 bytes, 1920 bytes of words.
+    /// assert_eq!(plan.symmetric_bytes, 1024 * (2 * 14336 + 80) + 1920);
+    /// # Ok::<(), moe_kernels::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// Those of [`plan`](Self::plan); [`Error::Unsupported`] for what only the kernels cannot do.
+    pub fn device_plan(&self, world: usize) -> Result<super::DevicePlan> {
+        Ok(super::device::memory::DeviceLayout::new(self, &self.plan(world)?)?.plan())
+    }
+
     /// The owners of the experts in a world of `world` ranks.
     pub fn placement(&self, world: usize) -> Result<Placement> {
         match &self.expert_map {

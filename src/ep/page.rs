@@ -205,7 +205,16 @@ impl Page {
     pub fn record(&self, kind: FailureKind, rank: Rank) -> Failure {
         let doing = self.ranks[rank.index()].doing.load(Ordering::Relaxed);
         let epoch = doing >> 16;
-        Failure { kind, op: name_of(doing >> 8 & 0xFF), phase: name_of(doing & 0xFF), rank, peer: rank, epoch, seen: epoch }
+        Failure {
+            kind,
+            op: name_of(doing >> 8 & 0xFF),
+            phase: name_of(doing & 0xFF),
+            rank,
+            peer: rank,
+            epoch,
+            seen: epoch,
+            blocks_arrived: 0,
+        }
     }
 }
 
@@ -213,9 +222,9 @@ const KINDS: [FailureKind; 4] = [FailureKind::Timeout, FailureKind::Panicked, Fa
 
 impl RankPage {
     fn write_record(&self, failure: Failure) {
-        let Failure { kind, op, phase, rank, peer, epoch, seen } = failure;
+        let Failure { kind, op, phase, rank, peer, epoch, seen, blocks_arrived } = failure;
         let kind = KINDS.iter().position(|k| *k == kind).unwrap_or(0) as u64;
-        let ids = [u64::from(rank.0) | u64::from(peer.0) << 16 | kind << 32, epoch, seen];
+        let ids = [u64::from(rank.0) | u64::from(peer.0) << 16 | kind << 32 | u64::from(blocks_arrived) << 40, epoch, seen];
         let words = pack_name(op).into_iter().chain(pack_name(phase)).chain(ids);
         self.record.iter().zip(words).for_each(|(to, word)| to.store(word, Ordering::Relaxed));
     }
@@ -224,13 +233,14 @@ impl RankPage {
         let words: [u64; RECORD_WORDS] = std::array::from_fn(|i| self.record[i].load(Ordering::Relaxed));
         let [ids, epoch, seen] = [0, 1, 2].map(|i| words[2 * NAME_WORDS + i]);
         Failure {
-            kind: KINDS.get((ids >> 32) as usize).copied().unwrap_or(FailureKind::Died),
+            kind: KINDS.get((ids >> 32 & 0xFF) as usize).copied().unwrap_or(FailureKind::Died),
             op: unpack_name(&words[..NAME_WORDS]),
             phase: unpack_name(&words[NAME_WORDS..2 * NAME_WORDS]),
             rank: Rank((ids & 0xFFFF) as u32),
             peer: Rank((ids >> 16 & 0xFFFF) as u32),
             epoch,
             seen,
+            blocks_arrived: (ids >> 40) as u32,
         }
     }
 }
@@ -328,6 +338,7 @@ mod tests {
             peer: Rank(63),
             epoch: 1 << 40,
             seen: 7,
+            blocks_arrived: 0xFF_FFFF,
         }
     }
 

@@ -36,7 +36,7 @@ impl Member {
             self.check_alive()?;
             let failure = |kind, rank| {
                 let Doing { op, phase, epoch } = doing;
-                Failure { kind, op, phase, rank, peer: Rank(peer as u32), epoch, seen }
+                Failure { kind, op, phase, rank, peer: Rank(peer as u32), epoch, seen, blocks_arrived: 0 }
             };
             num_polls += 1;
             if num_polls <= NUM_SPINS {

@@ -83,7 +83,7 @@ impl Who {
 }
 
 fn failure(kind: FailureKind, rank: Rank, peer: Rank) -> Failure {
-    Failure { kind, op: OP, phase: "setup", rank, peer, epoch: 0, seen: 0 }
+    Failure { kind, op: OP, phase: "setup", rank, peer, epoch: 0, seen: 0, blocks_arrived: 0 }
 }
 
 fn wrong_secret() -> Error {

@@ -159,7 +159,16 @@ impl Processes {
                 }
                 Broken::Late => {
                     let (rank, epoch) = (member.rank(), key + 1);
-                    let failure = Failure { kind: FailureKind::Timeout, op: posted.op, phase: "setup", rank, peer, epoch, seen: key };
+                    let failure = Failure {
+                        kind: FailureKind::Timeout,
+                        op: posted.op,
+                        phase: "setup",
+                        rank,
+                        peer,
+                        epoch,
+                        seen: key,
+                        blocks_arrived: 0,
+                    };
                     member.timed_out(failure, bound)
                 }
             }

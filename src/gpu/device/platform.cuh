@@ -59,11 +59,14 @@ struct e5m2fnuz {
 #define SHARED __attribute__((shared))
 // An entry point with at most `threads` threads in a block.
 #define KERNEL(threads) extern "C" __attribute__((global, amdgpu_flat_work_group_size(1, threads))) void
+// The same; on NVIDIA without rounding registers to what one more block would need, for which the compiler spills a few bytes.
+#define KERNEL_UNROUNDED(threads) KERNEL(threads)
 #define PARAMETERS(type) const type
 #else
 #define DEVICE __device__ __forceinline__
 #define SHARED __shared__
 #define KERNEL(threads) extern "C" __global__ void __launch_bounds__(threads)
+#define KERNEL_UNROUNDED(threads) extern "C" __global__ void __launch_bounds__(threads, 1)
 #define PARAMETERS(type) const __grid_constant__ type
 #endif
 

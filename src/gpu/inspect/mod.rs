@@ -39,6 +39,8 @@ pub fn catalogue() -> Vec<Program> {
         ops::gate::programs,
         #[cfg(feature = "cuda-cast")]
         ops::cast::programs,
+        ops::dispatch::programs,
+        ops::combine::programs,
         || CeilingSpec::ALL.iter().map(Spec::program).collect(),
         super::plain::programs,
     ];

@@ -39,6 +39,7 @@ struct CombineParameters {
     u32 max_tokens;
     Rank me;
 };
+static_assert(__builtin_offsetof(CombineParameters, me) == 120 && sizeof(CombineParameters) == 120 + sizeof(Rank), "The host fills in the same struct.");
 
 struct Wired {
     u32 word[PIECE_WORDS];
@@ -165,7 +166,7 @@ DEVICE void store_result(char* at, Vec16 v) {
     STREAM ? store16_streaming(at, v) : store16(at, v);
 }
 
-KERNEL(THREADS) combine(PARAMETERS(CombineParameters) p) {
+KERNEL_UNROUNDED(THREADS) combine(PARAMETERS(CombineParameters) p) {
     SHARED u64 shared_epoch;
     const Rank& me = p.me;
     const u32 thread = thread_idx(), lane = thread % WARP;

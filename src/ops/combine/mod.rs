@@ -3,11 +3,13 @@
 mod check;
 mod cpu;
 mod cuda;
+pub(crate) mod gpu;
 mod reduce;
 
 use crate::ep::ExpertParallel;
 use crate::ep::object::Lease;
 use crate::error::{Rejected, Result};
+use crate::gpu::{Program, Spec};
 use crate::ops::dispatch::{Arrival, Routing};
 use crate::tensor::{TensorView, TensorViewMut};
 
@@ -49,6 +51,11 @@ pub struct Sent {
     lease: Lease,
     filled_by: u64,
     epoch: u64,
+}
+
+/// Every kernel with every set of constants that is meant to be shipped.
+pub fn programs() -> Vec<Program> {
+    gpu::shipped().iter().map(Spec::program).collect()
 }
 
 impl ExpertParallel {

@@ -29,6 +29,7 @@ struct PrepareParameters {
     u32 spare;
     Rank me;
 };
+static_assert(__builtin_offsetof(PrepareParameters, me) == 88 && sizeof(PrepareParameters) == 88 + sizeof(Rank), "The host fills in the same struct.");
 
 DEVICE void load_unit(const char* row, u32 unit, float (&values)[16]) {
 #pragma unroll
@@ -63,7 +64,7 @@ DEVICE void store_unit(char* row, u32 unit, u32 lane, const float (&values)[16])
     }
 }
 
-KERNEL(THREADS) prepare(PARAMETERS(PrepareParameters) p) {
+KERNEL_UNROUNDED(THREADS) prepare(PARAMETERS(PrepareParameters) p) {
     const u32 lane = thread_idx() % WARP;
     const u32 stride = grid_blocks() * NUM_WARPS, first_item = (block_idx_x() * THREADS + thread_idx()) / WARP;
     wait_for_dependencies();

@@ -9,7 +9,7 @@ struct SendParameters {
     Rank me;
 };
 
-KERNEL(THREADS) send(PARAMETERS(SendParameters) p) {
+KERNEL_UNROUNDED(THREADS) send(PARAMETERS(SendParameters) p) {
     const Rank& me = p.me;
     const u32 peer = thread_idx();
     wait_for_dependencies();

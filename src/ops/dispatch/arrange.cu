@@ -33,6 +33,7 @@ struct ArrangeParameters {
     u32 rows_per_expert;
     Rank me;
 };
+static_assert(__builtin_offsetof(ArrangeParameters, me) == 112 && sizeof(ArrangeParameters) == 112 + sizeof(Rank), "The host fills in the same struct.");
 
 // The words of a slot in a column-major matrix; null is all zeros. All lanes take part.
 DEVICE void put_column_scales(const ArrangeParameters& p, u32 slot, const u8* bytes, u32 lane) {
@@ -49,7 +50,7 @@ DEVICE void put_row_scales(char* record, const u8* bytes, u32 lane) {
     for (u32 i = lane; i < NUM_SCALE_BYTES; i += WARP) ((u8*)record)[16 + i] = bytes ? bytes[i] : 0; // 16: source, id and weight
 }
 
-KERNEL(THREADS) arrange(PARAMETERS(ArrangeParameters) p) {
+KERNEL_UNROUNDED(THREADS) arrange(PARAMETERS(ArrangeParameters) p) {
     const Rank& me = p.me;
     const u32 lane = thread_idx() % WARP;
     const u32 stride = grid_blocks() * NUM_WARPS, first_item = (block_idx_x() * THREADS + thread_idx()) / WARP;

@@ -21,6 +21,7 @@ struct IndexParameters {
     u32 spare;
     Rank me;
 };
+static_assert(__builtin_offsetof(IndexParameters, me) == 64 && sizeof(IndexParameters) == 64 + sizeof(Rank), "The host fills in the same struct.");
 
 struct Shared {
     u32 bits[MOST_LOCAL][RUN / 32];
@@ -34,7 +35,7 @@ DEVICE u32 local_expert(const Rank& me, u32 id) {
     return owner_of(me, id) == me.rank ? local_of(me, id) : NONE;
 }
 
-KERNEL(THREADS) index_rows(PARAMETERS(IndexParameters) p) {
+KERNEL_UNROUNDED(THREADS) index_rows(PARAMETERS(IndexParameters) p) {
     SHARED Shared s;
     const Rank& me = p.me;
     const u32 thread = thread_idx();

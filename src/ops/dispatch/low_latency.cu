@@ -10,13 +10,12 @@
 
 constexpr u32 ROUTE_VECTORS = ROUTE_BYTES / 16;
 constexpr u32 ROW_VECTORS = ROW_BYTES / 16;
-constexpr u32 PART_VECTORS = (ROW_VECTORS + PARTS - 1) / PARTS;
+constexpr u32 PART_VECTORS = ((ROW_VECTORS + PARTS - 1) / PARTS + WARP - 1) / WARP * WARP; // whole groups; the last parts may be empty
 constexpr u32 GROUPS = (ROW_VECTORS + WARP - 1) / WARP + (ROUTE_VECTORS + WARP - 1) / WARP; // of WARP vectors, the last of each kind not full
 constexpr u64 MESSAGE_BYTES = GROUPS * WARP * 32ull;
 constexpr u32 TILE = 64; // arbitrary: at most 32 tokens are expected here
 constexpr u32 TILE_WARPS = TILE / WARP;
 static_assert(!BY_EXPERT, "Expert layouts take the other path.");
-static_assert(PART_VECTORS % WARP == 0 || PARTS == 1, "A part is whole groups.");
 
 struct LowLatencyParameters {
     Call call;
@@ -29,6 +28,7 @@ struct LowLatencyParameters {
     u32 x_rows; // rows of x that may be read
     Rank me;
 };
+static_assert(__builtin_offsetof(LowLatencyParameters, me) == 192 && sizeof(LowLatencyParameters) == 192 + sizeof(Rank), "The host fills in the same struct.");
 
 struct Shared {
     alignas(16) char records[TILE][ROUTE_BYTES];
@@ -104,7 +104,7 @@ DEVICE bool take_packets(const Rank& me, u32 sender, u64 epoch, const char* grou
     }
 }
 
-KERNEL(THREADS) low_latency(PARAMETERS(LowLatencyParameters) p) {
+KERNEL_UNROUNDED(THREADS) low_latency(PARAMETERS(LowLatencyParameters) p) {
     SHARED Shared s;
     const Rank& me = p.me;
     const Call& call = p.call;
@@ -232,7 +232,7 @@ KERNEL(THREADS) low_latency(PARAMETERS(LowLatencyParameters) p) {
         const u64 word = wait_for<true>(me, OP, PHASE_COUNTS, sender, word_at(me, me.rank, COUNTS, count_index(epoch, sender, r)), epoch, failed);
         const u32 count = (u32)(word >> COUNT_SHIFT & COUNT_MASK);
         problem |= problem_of(me, word);
-        s.matrix[sender][r] = count;
+        s.matrix[sender][r] = count | marks_of(me, word);
         if (block == 0) call.counts[sender * NUM_WORDS + r] = count;
     }
     if (problem != 0) set_bits_shared(&s.problem, problem);

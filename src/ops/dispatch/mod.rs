@@ -4,6 +4,7 @@ mod arrival;
 mod check;
 mod cpu;
 mod cuda;
+pub(crate) mod gpu;
 mod receive;
 mod received;
 mod record;
@@ -20,6 +21,7 @@ use crate::ep::ExpertParallel;
 use crate::ep::object::Lease;
 use crate::ep::signal::Kind;
 use crate::error::{Rejected, Result};
+use crate::gpu::{Program, Spec};
 use crate::tensor::{TensorView, TensorViewMut};
 
 /// How many tokens a call has.
@@ -78,6 +80,11 @@ pub struct Sent {
     /// Epoch of the dispatch that made the routing.
     filled_by: u64,
     kind: Kind,
+}
+
+/// Every kernel with every set of constants that is meant to be shipped.
+pub fn programs() -> Vec<Program> {
+    gpu::shipped().iter().map(Spec::program).collect()
 }
 
 impl ExpertParallel {

@@ -26,11 +26,13 @@ constexpr u32 SCALE_WORDS = (NUM_SCALE_BYTES + 3) / 4;
 constexpr u32 RECORD_WORDS = BY_EXPERT ? 2 + 3 * K : 2 + 2 * K; // before the scales
 // The record is copied as it is kept: nothing in it depends on the destination, and no scales share its last vector.
 constexpr bool COPIES_RECORD = !BY_EXPERT && !LOCAL_IDS && SCALES != 1;
+// LOCAL_ROWS: only to measure; rows and records go to this rank's own memory.
 // BULK: 0, or rows that a warp keeps in shared memory at a time (dynamic: NUM_WARPS * BULK * ROW_BYTES), moved by the copy engine (sm_90 and later).
 static_assert(BULK == 0 || (PARTS == 1 && !QUANTIZE && BULK >= 2 && NUM_DESTINATIONS <= WARP), "The copy engine moves whole rows as they are.");
 static_assert(THREADS >= WORLD, "One thread signals to each peer.");
 static_assert(ROW_BYTES % 16 == 0, "Rows are copied in vectors of 16 bytes.");
 static_assert(!QUANTIZE || PARTS == 1 || PART_VECTORS % BLOCK_LANES == 0, "A block of 128 elements is quantised by one warp.");
+static_assert(QUANTIZE != 2 || SCALES != 2 || PARTS == 1 || PART_VECTORS % (4 * BLOCK_LANES) == 0, "The four scales of a word are made by one warp.");
 
 struct PayloadParameters {
     const char* x;
@@ -55,6 +57,7 @@ struct PayloadParameters {
     u32 spare;
     Rank me;
 };
+static_assert(__builtin_offsetof(PayloadParameters, me) == 136 && sizeof(PayloadParameters) == 136 + sizeof(Rank), "The host fills in the same struct.");
 
 DEVICE Vec16 load_row(const char* at) {
     return STREAM ? load16_streaming(at) : load16(at);
@@ -117,7 +120,7 @@ DEVICE void quantize_piece(Piece& piece) {
     }
 }
 
-KERNEL(THREADS) payload(PARAMETERS(PayloadParameters) p) {
+KERNEL_UNROUNDED(THREADS) payload(PARAMETERS(PayloadParameters) p) {
     SHARED u32 is_last;
     SHARED u64 barriers[BULK ? NUM_WARPS * BULK : 1];
     const Rank& me = p.me;
@@ -155,7 +158,7 @@ KERNEL(THREADS) payload(PARAMETERS(PayloadParameters) p) {
         const u32 end = end_of(begin);
         // Lane d has destination d.
         const Destination destination = destination_of(me, p.routing, ranks, entry);
-        const u64 memory = destination.memory;
+        const u64 memory = LOCAL_ROWS ? me.peers[me.rank] : destination.memory;
         const u32 rank = destination.rank, arrival = destination.arrival;
         u32 slot = !BY_EXPERT && arrival < p.max_rows ? arrival : NONE; // else dropped
         item += stride;

@@ -9,8 +9,9 @@ struct ReceiveParameters {
     const u32* counts;
     Rank me;
 };
+static_assert(__builtin_offsetof(ReceiveParameters, me) == 8 && sizeof(ReceiveParameters) == 8 + sizeof(Rank), "The host fills in the same struct.");
 
-KERNEL(THREADS) receive(PARAMETERS(ReceiveParameters) p) {
+KERNEL_UNROUNDED(THREADS) receive(PARAMETERS(ReceiveParameters) p) {
     const Rank& me = p.me;
     const u32 peer = thread_idx();
     wait_for_dependencies();

@@ -15,6 +15,7 @@ struct RouteParameters {
     u64* block_words; // [MAX_BLOCKS, NUM_WORDS]
     Rank me;
 };
+static_assert(__builtin_offsetof(RouteParameters, me) == 152 && sizeof(RouteParameters) == 152 + sizeof(Rank), "The host fills in the same struct.");
 
 static_assert(THREADS >= 2 * WARP, "The second warp has work of its own.");
 constexpr u32 TILE = MOST_TILE < THREADS ? MOST_TILE : THREADS; // tokens routed at a time
@@ -45,7 +46,7 @@ DEVICE u32 total_below(const Shared& s, u32 warp, u32 rank) {
     return sum;
 }
 
-KERNEL(THREADS) route(PARAMETERS(RouteParameters) p) {
+KERNEL_UNROUNDED(THREADS) route(PARAMETERS(RouteParameters) p) {
     SHARED Shared s;
     const Rank& me = p.me;
     const Call& call = p.call;
@@ -197,7 +198,7 @@ KERNEL(THREADS) route(PARAMETERS(RouteParameters) p) {
             problem |= problem_of(me, word);
             if (REPLAY && count != call.counts[sender * NUM_WORDS + r]) problem |= OTHER_ROUTING;
             if (r < WORLD) {
-                s.matrix[sender][r] = count;
+                s.matrix[sender][r] = count | marks_of(me, word);
             } else {
                 add_shared(&s.expert_rows[r - WORLD < EXPERTS ? r - WORLD : 0], count);
             }

@@ -36,6 +36,7 @@ struct Call {
     u32 segment_align;   // rows to whose multiple a segment is padded
     u32 rows_per_expert; // most rows that a segment keeps
 };
+static_assert(sizeof(Call) == 144, "The host fills in the same struct.");
 
 // Tokens routed at a time. Expert layouts: limited by the bits of all experts in shared memory.
 constexpr u32 EXPERTS = BY_EXPERT ? NUM_EXPERTS : 1;
@@ -150,6 +151,14 @@ DEVICE u32 problem_of(const Rank& me, u64 word) {
     return (word >> 2 & 1 ? OVERSIZE : 0) | (is_same ? 0 : OTHER_CALL);
 }
 
+// The flags of a word that is not of this call, above its count: the count matrix is then only read to say what is wrong.
+constexpr u32 MARK_SHIFT = 28;
+constexpr u32 MARK_INVALID = 4;
+
+DEVICE u32 marks_of(const Rank& me, u64 word) {
+    return problem_of(me, word) != 0 ? (u32)(word & 15) << MARK_SHIFT : 0;
+}
+
 struct Decision {
     u32 base[WORLD];      // arrivals of lower ranks at each rank
     u32 start[WORLD + 1]; // arrivals here of each sender
@@ -247,10 +256,22 @@ DEVICE void refuse(const Rank& me, const Call& call, const u32 (&matrix)[WORLD][
     const bool is_other = problem & (OTHER_CALL | OTHER_ROUTING), is_oversize = problem & OVERSIZE;
 #pragma unroll 1
     for (u32 r = lane; r < WORLD; r += WARP) {
-        u64 tokens = matrix[r][0];
-        if (NUM_WORDS > 1) tokens |= (u64)call.counts[r * NUM_WORDS + 1] << 20; // one rank alone has but 20 bits: its own number is known
-        store_relaxed_system(&me.host->demand[r], is_oversize ? (r == me.rank ? asked : tokens) : d.demand[r]);
-        store_relaxed_system(&me.host->capacity[r], is_oversize ? call.max_tokens : capacity);
+        const u32 marks = matrix[r][0] >> MARK_SHIFT;
+        u64 needed = d.demand[r], available = capacity;
+        if (is_other) {
+            // What each rank called, and its count for this rank; what this rank called, and the count that it expected.
+            const u32 count = matrix[r][me.rank] & COUNT_MASK;
+            needed = marks | (u64)count << 8;
+            available = me.bank << 3 | KIND | (u64)(REPLAY ? call.counts[r * NUM_WORDS + me.rank] : count) << 8;
+        } else if (is_oversize) {
+            // Of those that have too many tokens; one rank alone has but 20 bits: its own number is known.
+            u64 tokens = matrix[r][0] & COUNT_MASK;
+            if (NUM_WORDS > 1) tokens |= (u64)call.counts[r * NUM_WORDS + 1] << 20;
+            needed = (marks & MARK_INVALID) == 0 ? 0 : r == me.rank ? asked : tokens;
+            available = call.max_tokens;
+        }
+        store_relaxed_system(&me.host->demand[r], needed);
+        store_relaxed_system(&me.host->capacity[r], available);
     }
     release_system();
     warp_barrier();

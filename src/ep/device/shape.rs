@@ -1,0 +1,184 @@
+//! What every kernel of an object is compiled for, and where its text begins.
+#![forbid(unsafe_code)]
+
+use std::fmt;
+use std::marker::PhantomData;
+
+use crate::ep::{Config, IdSpace, Layout, Overflow, Plan};
+use crate::error::Result;
+use crate::gpu::{Constant, Device, Kernel, Kernels, Resources, Spec};
+
+/// The sources of a kernel of expert parallelism, in their order, then its own.
+macro_rules! ep_sources {
+    ($($own:literal),+) => {
+        &[
+            $crate::kernel_source!("gpu/device/platform.cuh"),
+            $crate::kernel_source!("gpu/device/float.cuh"),
+            $crate::kernel_source!("gpu/device/fp8.cuh"),
+            $crate::kernel_source!("gpu/device/sync.cuh"),
+            $crate::kernel_source!("gpu/device/lanes.cuh"),
+            $crate::kernel_source!("gpu/device/rows.cuh"),
+            $crate::kernel_source!("gpu/device/blocks.cuh"),
+            $crate::kernel_source!("gpu/device/bulk.cuh"),
+            $crate::kernel_source!("ep/layout.cuh"),
+            $($crate::kernel_source!($own)),+
+        ]
+    };
+}
+pub(crate) use ep_sources;
+
+/// Ranks, experts, layout: the constants that all kernels of an object have in common.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub(crate) struct Shape {
+    pub world: u8,
+    pub k: u8,
+    pub by_expert: ByExpert,
+    pub has_map: bool,
+    pub local_ids: bool,
+    pub may_drop: bool,
+    pub num_experts: u32,
+}
+
+/// `BY_EXPERT` of layout.cuh.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub(crate) enum ByExpert {
+    /// `ByToken`.
+    No = 0,
+    /// `ByExpert`.
+    Packed = 1,
+    /// `ByExpertFixed`.
+    Fixed = 2,
+}
+
+impl Shape {
+    /// Of a configuration that has a plan: its numbers are in the ranges of their types.
+    pub fn new(c: &Config, p: &Plan) -> Self {
+        Shape {
+            world: p.world as u8,
+            k: c.k as u8,
+            by_expert: match c.layout {
+                Layout::ByToken => ByExpert::No,
+                Layout::ByExpert { .. } => ByExpert::Packed,
+                Layout::ByExpertFixed { .. } => ByExpert::Fixed,
+            },
+            has_map: c.expert_map.is_some(),
+            local_ids: c.id_space == IdSpace::Local,
+            may_drop: c.overflow == Overflow::Drop,
+            num_experts: c.num_experts as u32,
+        }
+    }
+
+    /// The constants of layout.cuh.
+    pub fn constants(&self) -> Vec<Constant> {
+        vec![
+            Constant::Int("WORLD", self.world.into()),
+            Constant::Int("NUM_EXPERTS", self.num_experts.into()),
+            Constant::Int("K", self.k.into()),
+            Constant::Bool("HAS_MAP", self.has_map),
+            Constant::Int("BY_EXPERT", self.by_expert as i64),
+            Constant::Bool("LOCAL_IDS", self.local_ids),
+        ]
+    }
+
+    pub fn is_by_expert(&self) -> bool {
+        self.by_expert != ByExpert::No
+    }
+
+    /// Ranks to which a token goes at most.
+    pub fn num_destinations(&self) -> u32 {
+        u32::from(self.k.min(self.world))
+    }
+}
+
+/// For names of kernels: `8 ranks, 256 experts, k 8`, then what is unusual.
+impl fmt::Display for Shape {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Shape { world, k, by_expert, has_map, local_ids, may_drop, num_experts } = *self;
+        write!(f, "{world} ranks, {num_experts} experts, k {k}")?;
+        f.write_str(match by_expert {
+            ByExpert::No => "",
+            ByExpert::Packed => ", by expert",
+            ByExpert::Fixed => ", by expert fixed",
+        })?;
+        for (is_so, text) in [(has_map, ", map"), (local_ids, ", local ids"), (may_drop, ", drop")] {
+            f.write_str(if is_so { text } else { "" })?;
+        }
+        Ok(())
+    }
+}
+
+/// A kernel that is loaded, the struct of parameters that it takes, and how it is launched.
+#[derive(Debug)]
+pub(crate) struct Loaded<P> {
+    pub kernel: Kernel,
+    pub threads: u32,
+    /// Blocks of it that run at once on the share of the device that a rank has.
+    pub most_blocks: u32,
+    parameters: PhantomData<fn(P)>,
+}
+
+impl<P> Clone for Loaded<P> {
+    fn clone(&self) -> Self {
+        *self
+    }
+}
+
+impl<P> Copy for Loaded<P> {}
+
+impl<P> Loaded<P> {
+    /// Compiles and loads the kernel of `spec`, which takes `P`, unless it is loaded.
+    pub fn load<S: Spec>(kernels: &Kernels<S>, device: &Device, ranks_on_device: u32, spec: S) -> Result<Self> {
+        let (kernel, _) = kernels.load(device, spec)?;
+        let program = spec.program();
+        let at_once = kernel.max_active_blocks(device, program.threads, program.smem_bytes)? * device.num_sms();
+        let most_blocks = (at_once / ranks_on_device.max(1)).max(1);
+        Ok(Loaded { kernel, threads: program.threads, most_blocks, parameters: PhantomData })
+    }
+
+    /// What its grids of at most `most_blocks` blocks, which wait for peers, take of a device.
+    pub fn waiting(&self, device: &Device, name: &'static str, most_blocks: u32) -> Result<Waiting> {
+        let resources = self.kernel.resources(device)?;
+        Ok(Waiting { name, resources, threads: self.threads, smem_bytes: resources.smem_bytes, most_blocks })
+    }
+}
+
+/// Blocks of one rank and object that wait for peers: what the registry of a device judges.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Waiting {
+    /// Entry of the kernel.
+    pub name: &'static str,
+    /// As the driver reports them.
+    pub resources: Resources,
+    /// Threads of a block.
+    pub threads: u32,
+    /// Shared memory of a block.
+    pub smem_bytes: u32,
+    /// Most blocks that wait at once.
+    pub most_blocks: u32,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::id::Rank;
+    use crate::tensor::DType;
+
+    #[test]
+    fn constants_follow_the_configuration() {
+        let config = Config {
+            layout: Layout::ByExpertFixed { rows_per_expert: 3 },
+            expert_map: Some(vec![Rank(0); 6]),
+            overflow: Overflow::Drop,
+            ..Config::new(128, DType::BF16, 6, 2, 10)
+        };
+        let shape = Shape::new(&config, &config.plan(2).unwrap());
+        let text: Vec<String> = shape.constants().iter().map(Constant::to_string).collect();
+        assert_eq!(text[0], "constexpr long long WORLD = 2;");
+        assert_eq!(
+            text[3..],
+            ["constexpr bool HAS_MAP = true;", "constexpr long long BY_EXPERT = 2;", "constexpr bool LOCAL_IDS = false;"]
+        );
+        assert_eq!(shape.to_string(), "2 ranks, 6 experts, k 2, by expert fixed, map, drop");
+        assert_eq!(shape.num_destinations(), 2);
+    }
+}

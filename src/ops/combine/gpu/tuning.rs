@@ -1,0 +1,223 @@
+//! Which kernels an object's combines choose among, and with how many blocks. Measured figures are of one H200 that ranks share, 7168 bf16, top-8 of
+//! 256 (docs/ep-gpu.md); what lies between them follows the same rules.
+#![forbid(unsafe_code)]
+
+use rayon::prelude::*;
+
+use super::params::{CombineParameters, PrepareParameters, SendParameters};
+use super::spec::{Add, KERNELS, Kind, Row, Spec};
+use crate::ep::device::shape::{self, Shape, Waiting};
+use crate::ep::device::tuning::{Class, LANES, PhaseTuning, Split, Tokens, Tuning, blocks_for, registers};
+use crate::ep::{Config, Plan};
+use crate::error::Result;
+use crate::gpu::Device;
+
+/// As in dispatch.
+const SMALL_WORLD: u32 = 4;
+/// Most blocks of `prepare` (arbitrary: it streams, and waits for nobody).
+const MOST_BLOCKS: u32 = 1024;
+/// Rows whose loads are in flight together (measured at 8 ranks: 8 rows of 2 vectors are faster than 2 of 4).
+const MOST_GROUP: u32 = 8;
+
+/// What decides the launches of an object's combines, beside the number of tokens.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Choice {
+    pub shape: Shape,
+    pub row: Row,
+    pub has_fold: bool,
+    pub ranks_on_device: u32,
+    pub num_sms: u32,
+    pub tuning: Tuning,
+}
+
+/// Threads of a block, the split of a row of the result, rows at a time.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Mapping {
+    pub threads: u32,
+    pub split: Split,
+    pub max_group: u32,
+    pub stream: bool,
+}
+
+impl Choice {
+    pub fn new(c: &Config, p: &Plan, (ranks_on_device, num_sms): (u32, u32), tuning: Tuning) -> Self {
+        let ranks_on_device = ranks_on_device.max(1);
+        Choice { shape: Shape::new(c, p), row: Row::new(c, p), has_fold: c.fold_weights, ranks_on_device, num_sms, tuning }
+    }
+
+    fn phase(&self) -> PhaseTuning {
+        self.tuning.combine
+    }
+
+    fn is_small_world(&self) -> bool {
+        u32::from(self.shape.world) <= SMALL_WORLD
+    }
+
+    /// Rows that a token's result is the sum of, at most.
+    fn most_terms(&self) -> u32 {
+        if self.shape.is_by_expert() && !self.row.sums { self.shape.k.into() } else { self.shape.num_destinations() }
+    }
+
+    fn spec(&self, threads: u32, kind: Kind) -> Spec {
+        Spec { shape: self.shape, threads: threads as u16, kind }
+    }
+
+    /// Whether rows are written before they travel, when experts wrote them in place.
+    pub fn prepares_in_place(&self) -> bool {
+        self.row.sums || self.row.is_converted()
+    }
+
+    pub fn mapping(&self, class: Class) -> Mapping {
+        let chosen = match class {
+            _ if self.phase().sms.is_some() => 512,
+            Class::Few if self.is_small_world() => 512,
+            Class::Few | Class::Some => 256,
+            Class::Many => 512,
+        };
+        let threads = self.phase().geometry.map_or(chosen, |(_, threads)| threads);
+        let groups = self.row.num_vectors().div_ceil(LANES);
+        let (parts, unroll) = match class {
+            Class::Few => (groups, 1),
+            Class::Some if self.is_small_world() => (7, 2),
+            Class::Some => (7, 1),
+            Class::Many => (1, 2),
+        };
+        // Words of rows in flight, as registers hold them beside what else a thread keeps (derived: 48 registers; at most what was measured).
+        let words = registers(threads).saturating_sub(48).clamp(4, 64);
+        let piece = self.row.piece_words();
+        let max_group = (words / piece).clamp(1, MOST_GROUP);
+        let unroll = unroll.min(words / (piece * max_group.min(self.most_terms()))).max(1);
+        let split = Split::new(self.row.num_vectors(), parts, unroll, 1);
+        Mapping { threads, split, max_group, stream: class == Class::Many }
+    }
+
+    pub fn combine(&self, class: Class, add: Add, folds: bool) -> Spec {
+        let Mapping { threads, split, max_group, stream } = self.mapping(class);
+        let (row, with_signals) = (self.row, !self.tuning.measure.skip_signals);
+        // What is only of `prepare` does not make another kernel.
+        let row = if row.sums { Row { weighted: false, ..row } } else { row };
+        self.spec(threads, Kind::Combine { row, add, folds, split, max_group: max_group as u16, stream, with_signals })
+    }
+
+    fn prepare_parts(&self, class: Class) -> u32 {
+        // In groups of 8 lanes of 16 elements, 4 of them a warp's step; arbitrary: all of a row's steps at once when rows are few.
+        let steps = self.row.hidden.div_ceil(16 * LANES);
+        if class == Class::Many { 1 } else { steps }
+    }
+
+    pub fn prepare(&self, class: Class, with_rows: bool) -> Spec {
+        let parts = if with_rows { self.prepare_parts(class) } else { 1 };
+        self.spec(256, Kind::Prepare { row: self.row, parts: parts as u16, with_rows })
+    }
+
+    pub fn send(&self) -> Spec {
+        self.spec(64, Kind::Send) // 64: a thread for each rank
+    }
+
+    fn within(&self, blocks: u32) -> u32 {
+        self.phase().sms.map_or(blocks, |sms| blocks.min(sms)).max(1)
+    }
+
+    /// A warp for each part of a token; as many as run at once is the caller's to know.
+    pub fn combine_blocks(&self, tokens: Tokens, class: Class) -> u32 {
+        let Mapping { threads, split, .. } = self.mapping(class);
+        let chosen = blocks_for(u64::from(tokens.likely) * u64::from(split.parts), threads);
+        self.within(self.phase().geometry.map_or(chosen, |(blocks, _)| blocks))
+    }
+
+    pub fn prepare_blocks(&self, tokens: Tokens, class: Class) -> u32 {
+        let most_terms = if self.shape.is_by_expert() { u32::from(self.shape.k) } else { self.shape.num_destinations() };
+        let rows = u64::from(tokens.likely.max(1)) * u64::from(most_terms);
+        self.within(blocks_for(rows * u64::from(self.prepare_parts(class)), 256).min(MOST_BLOCKS))
+    }
+
+    /// Every kernel that a call may choose.
+    pub fn all(&self) -> Vec<Spec> {
+        let mut all = vec![self.send()];
+        for class in Class::ALL {
+            all.push(self.prepare(class, true));
+            for (add, folds) in self.results() {
+                all.push(self.combine(class, add, folds));
+            }
+        }
+        if self.has_fold {
+            all.push(self.prepare(Class::Few, false));
+        }
+        all
+    }
+
+    /// What a call may ask for.
+    fn results(&self) -> impl Iterator<Item = (Add, bool)> + use<> {
+        let folds: &[bool] = if self.has_fold { &[false, true] } else { &[false] };
+        [Add::Nothing, Add::Value, Add::F32].into_iter().flat_map(move |add| folds.iter().map(move |folds| (add, *folds)))
+    }
+}
+
+/// The kernels of an object's combines, loaded.
+#[derive(Debug, Clone)]
+pub(crate) struct Loaded {
+    pub(super) choice: Choice,
+    /// By class.
+    pub(super) prepare: [shape::Loaded<PrepareParameters>; 3],
+    /// Weights alone.
+    pub(super) fold: Option<shape::Loaded<PrepareParameters>>,
+    pub(super) send: shape::Loaded<SendParameters>,
+    /// By class, by what is added, by whether weights are folded back; those that no call may ask for are the ones without.
+    combine: [[[shape::Loaded<CombineParameters>; 2]; 3]; 3],
+    most_waiting: u32,
+}
+
+impl Loaded {
+    pub fn load(device: &Device, c: &Config, p: &Plan, ranks_on_device: u32, tuning: Tuning) -> Result<Self> {
+        let choice = Choice::new(c, p, (ranks_on_device, device.num_sms()), tuning);
+        // All at once first; what follows finds them loaded.
+        choice.all().into_par_iter().try_for_each(|spec| KERNELS.load(device, spec).map(|_| ()))?;
+        fn of<P>(device: &Device, choice: &Choice, spec: Spec) -> Result<shape::Loaded<P>> {
+            shape::Loaded::load(&KERNELS, device, choice.ranks_on_device, spec)
+        }
+        let combine = |class: Class, add: Add| -> Result<[_; 2]> {
+            let folds = choice.has_fold;
+            Ok([of(device, &choice, choice.combine(class, add, false))?, of(device, &choice, choice.combine(class, add, folds))?])
+        };
+        let by_add = |class: Class| -> Result<[_; 3]> {
+            Ok([combine(class, Add::Nothing)?, combine(class, Add::Value)?, combine(class, Add::F32)?])
+        };
+        let [few, some, many] = Class::ALL.map(|class| of(device, &choice, choice.prepare(class, true)));
+        Ok(Loaded {
+            prepare: [few?, some?, many?],
+            fold: if choice.has_fold { Some(of(device, &choice, choice.prepare(Class::Few, false))?) } else { None },
+            send: of(device, &choice, choice.send())?,
+            combine: [by_add(Class::Few)?, by_add(Class::Some)?, by_add(Class::Many)?],
+            most_waiting: u32::MAX,
+            choice,
+        })
+    }
+
+    pub(super) fn combine(&self, class: Class, add: Add, folds: bool) -> &shape::Loaded<CombineParameters> {
+        &self.combine[class as usize][add as usize][usize::from(folds)]
+    }
+
+    /// The grids whose blocks wait for peers.
+    pub fn waiting(&self, device: &Device) -> Result<Vec<Waiting>> {
+        let mut all = Vec::new();
+        for class in Class::ALL {
+            let most = match class {
+                Class::Few => 16,
+                Class::Some => 512,
+                Class::Many => u32::MAX,
+            };
+            for kernel in self.combine[class as usize].iter().flatten() {
+                all.push(kernel.waiting(device, "combine", self.combine_blocks(Tokens::exactly(most), class, kernel))?);
+            }
+        }
+        Ok(all)
+    }
+
+    pub fn limit_waiting(&mut self, blocks: u32) {
+        self.most_waiting = blocks.max(1);
+    }
+
+    pub(super) fn combine_blocks(&self, tokens: Tokens, class: Class, kernel: &shape::Loaded<CombineParameters>) -> u32 {
+        self.choice.combine_blocks(tokens, class).min(kernel.most_blocks).min(self.most_waiting)
+    }
+}

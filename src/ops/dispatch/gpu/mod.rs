@@ -1,0 +1,14 @@
+//! Dispatch and replay on GPUs: kernels as text and constants, their parameters, their geometry, the launches of a call. What each means stands in
+//! `docs/ep-gpu.md`.
+
+mod launch;
+mod params;
+mod spec;
+mod tuning;
+
+pub(crate) use launch::{
+    Call, IndexCall, IndexType, Payload, ReceiveCall, ReplayCall, dispatch, dispatch_receive, dispatch_send, index_rows, replay,
+    replay_receive, replay_send,
+};
+pub(crate) use spec::shipped;
+pub(crate) use tuning::Loaded;

@@ -1,0 +1,311 @@
+//! Which kernels an object's dispatches choose among, and with how many blocks. Measured figures are of one H200 that ranks share, 7168 bf16, top-8 of
+//! 256 (docs/ep-gpu.md); what lies between them follows the same rules.
+#![forbid(unsafe_code)]
+
+use rayon::prelude::*;
+
+use super::launch::IndexType;
+use super::params::{ArrangeParameters, IndexParameters, LowLatencyParameters, PayloadParameters, ReceiveParameters, RouteParameters};
+use super::spec::{KERNELS, Kind, Row, Spec};
+use crate::ep::device::memory::{DeviceLayout, MAX_ROUTE_BLOCKS, STATIC_SMEM_BYTES};
+use crate::ep::device::shape::{self, Shape, Waiting};
+use crate::ep::device::tuning::{Class, LANES, PhaseTuning, Split, Tokens, Tuning, blocks_for, registers};
+use crate::ep::{Config, Plan};
+use crate::error::{Error, Result};
+use crate::gpu::Device;
+
+/// Most tokens that `route` takes with one block, and with 4 (measured: above 512 one block takes longer than several).
+const ROUTE_BLOCKS: [(u32, u32); 2] = [(512, 1), (2048, 4)];
+const ROUTE_THREADS: u32 = 512;
+/// With few tokens (measured: as fast, and half of the registers).
+const SMALL_ROUTE_THREADS: u32 = 256;
+/// Tokens that `low_latency` routes at a time (`TILE` of low_latency.cu).
+const LOW_LATENCY_TILE: u32 = 64;
+/// Worlds that are launched like those of 2 ranks; the others like those of 8 (measured: 2 and 8; the bound is arbitrary).
+const SMALL_WORLD: u32 = 4;
+/// Most blocks of `payload` and `arrange` (measured up to here: more blocks cost more than they bring).
+const MOST_BLOCKS: u32 = 1024;
+
+/// What decides the launches of an object's dispatches, beside the number of tokens.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Choice {
+    pub shape: Shape,
+    pub row: Row,
+    pub staged_rows: u32,
+    pub max_local: u32,
+    pub ranks_on_device: u32,
+    pub num_sms: u32,
+    pub tuning: Tuning,
+}
+
+/// Threads of a block and the split of a row.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Mapping {
+    pub threads: u32,
+    pub split: Split,
+    pub stream: bool,
+}
+
+impl Choice {
+    pub fn new(c: &Config, p: &Plan, layout: &DeviceLayout, (ranks_on_device, num_sms): (u32, u32), tuning: Tuning) -> Self {
+        // What is left out is left out of `payload`.
+        let staged_rows = if tuning.measure.is_on() { 0 } else { layout.staged_rows as u32 };
+        let ranks_on_device = ranks_on_device.max(1);
+        Choice {
+            shape: Shape::new(c, p),
+            row: Row::new(c, p),
+            staged_rows,
+            max_local: p.max_local as u32,
+            ranks_on_device,
+            num_sms,
+            tuning,
+        }
+    }
+
+    fn phase(&self) -> PhaseTuning {
+        self.tuning.dispatch
+    }
+
+    fn is_small_world(&self) -> bool {
+        u32::from(self.shape.world) <= SMALL_WORLD
+    }
+
+    /// Most tokens for which `route` may be `SMALL`: one tile.
+    pub fn small_route_tokens(&self) -> u32 {
+        const BIT_BYTES: u32 = 16384; // as in routing.cuh
+        let tile = if self.shape.is_by_expert() { BIT_BYTES * 8 / self.shape.num_experts / 64 * 64 } else { SMALL_ROUTE_THREADS };
+        tile.min(SMALL_ROUTE_THREADS)
+    }
+
+    /// Most tokens for which `low_latency` may be `SMALL`: one tile, and every row has its message.
+    pub fn small_low_latency_tokens(&self) -> u32 {
+        LOW_LATENCY_TILE.min(self.staged_rows)
+    }
+
+    fn spec(&self, threads: u32, kind: Kind) -> Spec {
+        Spec { shape: self.shape, threads: threads as u16, kind }
+    }
+
+    pub fn route(&self, small: bool, index: IndexType) -> Spec {
+        self.spec(if small { SMALL_ROUTE_THREADS } else { ROUTE_THREADS }, Kind::Route { small, replay: false, index })
+    }
+
+    /// A replay looks at no token: small whatever their number.
+    pub fn replay(&self) -> Spec {
+        self.spec(SMALL_ROUTE_THREADS, Kind::Route { small: true, replay: true, index: IndexType::I32 })
+    }
+
+    pub fn low_latency(&self, small: bool, index: IndexType) -> Spec {
+        let threads = self.phase().geometry.map_or(if self.is_small_world() { 256 } else { 128 }, |(_, threads)| threads.max(128));
+        let parts = self.row.num_vectors().div_ceil(LANES) as u16;
+        let staged_rows = self.staged_rows as u16;
+        self.spec(threads, Kind::LowLatency { small, index, row_bytes: self.row.row_bytes, parts, staged_rows })
+    }
+
+    pub fn payload_mapping(&self, class: Class) -> Mapping {
+        let chosen = match class {
+            Class::Some if !self.is_small_world() => 512,
+            // Few blocks are to do it all.
+            _ if self.phase().sms.is_some() => 512,
+            _ => 256,
+        };
+        let threads = self.phase().geometry.map_or(chosen, |(_, threads)| threads);
+        let parts = match class {
+            Class::Few => 14,
+            Class::Some => 4,
+            Class::Many => 1,
+        };
+        let stream = class == Class::Many || class == Class::Some && !self.is_small_world();
+        Mapping { threads, split: self.split(parts, threads, 28), stream }
+    }
+
+    pub fn payload(&self, class: Class) -> Spec {
+        let Mapping { threads, split, stream } = self.payload_mapping(class);
+        self.spec(threads, Kind::Payload { row: self.row, split, stream, measure: self.tuning.measure })
+    }
+
+    /// At most `most` vectors of a lane, and as many as registers hold: derived from what the kernels need beside them.
+    fn split(&self, parts: u32, threads: u32, most: u32) -> Split {
+        let beside = if self.row.quantize.is_some() { 88 } else { 56 };
+        let unroll = registers(threads).saturating_sub(beside) / (4 * self.row.x_vectors());
+        Split::new(self.row.num_vectors(), parts, unroll.min(most), self.row.align(self.shape.is_by_expert()))
+    }
+
+    pub fn receive(&self) -> Spec {
+        self.spec(64, Kind::Receive) // 64: a thread for each rank
+    }
+
+    pub fn arrange_mapping(&self, class: Class) -> Mapping {
+        let parts = if class == Class::Many { 1 } else { 7 }; // arbitrary
+        let row = Row { quantize: None, ..self.row };
+        Mapping { threads: 256, split: Split::new(row.num_vectors(), parts, 7, 1), stream: false }
+    }
+
+    pub fn arrange(&self, replay: bool, class: Class) -> Spec {
+        let Mapping { threads, split, .. } = self.arrange_mapping(class);
+        self.spec(threads, Kind::Arrange { replay, row: Row { quantize: None, ..self.row }, split })
+    }
+
+    /// Most threads whose bits of all local experts fit in shared memory (`Shared` of index.cu).
+    pub fn index(&self) -> Option<Spec> {
+        let bytes = |threads: usize| self.max_local as usize * 4 * (threads / 32 + 2) + 4;
+        let threads = [1024, 512, 256, 128, 64].into_iter().find(|threads| bytes(*threads) <= STATIC_SMEM_BYTES)?;
+        let (most_local, record_bytes) = (self.max_local.max(1), self.row.record_bytes);
+        Some(self.spec(threads as u32, Kind::Index { most_local, record_bytes }))
+    }
+
+    /// Blocks of a grid when the phase may occupy only so many multiprocessors.
+    fn within(&self, blocks: u32) -> u32 {
+        self.phase().sms.map_or(blocks, |sms| blocks.min(sms)).max(1)
+    }
+
+    pub fn route_blocks(&self, tokens: Tokens) -> u32 {
+        let by_tokens = ROUTE_BLOCKS.iter().find(|(most, _)| tokens.likely <= *most).map_or(MAX_ROUTE_BLOCKS as u32, |(_, blocks)| *blocks);
+        self.within(by_tokens.min((self.num_sms / self.ranks_on_device).max(1)))
+    }
+
+    pub fn low_latency_blocks(&self, tokens: Tokens, threads: u32) -> u32 {
+        // A warp for each part that leaves and, about as many again for each peer, that arrives; measured for 2 ranks, and for 8, which stop at 4.
+        let parts = self.row.num_vectors().div_ceil(LANES);
+        let items = u64::from(tokens.likely.max(1)) * u64::from(parts) * u64::from(self.shape.num_destinations().min(4));
+        let share = self.num_sms * 256 / threads / self.ranks_on_device; // each multiprocessor has 256 such threads
+        let chosen = blocks_for(items, threads).min(share.max(1));
+        self.within(self.phase().geometry.map_or(chosen, |(blocks, _)| blocks))
+    }
+
+    pub fn payload_blocks(&self, tokens: Tokens, class: Class) -> u32 {
+        let Mapping { threads, split, .. } = self.payload_mapping(class);
+        let blocks = blocks_for(u64::from(tokens.likely) * u64::from(split.parts), threads);
+        // With all of the memory busy a grid of more blocks than rows is faster (measured at 4096 tokens: 768 blocks at 2 ranks, 1024 at 4 and 8).
+        let chosen = match class {
+            Class::Few | Class::Some => blocks,
+            Class::Many if self.shape.world <= 2 => (blocks / 2).saturating_mul(3),
+            Class::Many => blocks.saturating_mul(2),
+        };
+        self.within(self.phase().geometry.map_or(chosen.min(MOST_BLOCKS), |(blocks, _)| blocks))
+    }
+
+    pub fn arrange_blocks(&self, tokens: Tokens, class: Class) -> u32 {
+        let Mapping { threads, split, .. } = self.arrange_mapping(class);
+        let arrivals = u64::from(tokens.likely.max(1)) * u64::from(self.shape.num_destinations());
+        self.within(blocks_for(arrivals * u64::from(split.parts), threads).min(MOST_BLOCKS))
+    }
+}
+
+/// The kernels of an object's dispatches, loaded.
+#[derive(Debug, Clone)]
+pub(crate) struct Loaded {
+    pub(super) choice: Choice,
+    /// By `SMALL`, by type of index.
+    pub(super) route: [[shape::Loaded<RouteParameters>; 2]; 2],
+    pub(super) replay: shape::Loaded<RouteParameters>,
+    pub(super) low_latency: Option<[[shape::Loaded<LowLatencyParameters>; 2]; 2]>,
+    pub(super) payload: [shape::Loaded<PayloadParameters>; 3],
+    pub(super) receive: shape::Loaded<ReceiveParameters>,
+    /// By `REPLAY`, by class.
+    pub(super) arrange: Option<[[shape::Loaded<ArrangeParameters>; 3]; 2]>,
+    pub(super) index: Option<shape::Loaded<IndexParameters>>,
+    most_waiting: u32,
+}
+
+impl Loaded {
+    pub fn load(device: &Device, c: &Config, p: &Plan, layout: &DeviceLayout, ranks_on_device: u32, tuning: Tuning) -> Result<Self> {
+        let choice = Choice::new(c, p, layout, (ranks_on_device, device.num_sms()), tuning);
+        // All at once first; what follows finds them loaded.
+        choice.all().into_par_iter().try_for_each(|spec| KERNELS.load(device, spec).map(|_| ()))?;
+        fn of<P>(device: &Device, choice: &Choice, spec: Spec) -> Result<shape::Loaded<P>> {
+            shape::Loaded::load(&KERNELS, device, choice.ranks_on_device, spec)
+        }
+        const INDEX: [IndexType; 2] = [IndexType::I32, IndexType::I64];
+        let by_index = |small: bool| -> Result<[_; 2]> {
+            Ok([of(device, &choice, choice.route(small, INDEX[0]))?, of(device, &choice, choice.route(small, INDEX[1]))?])
+        };
+        let low_latency = |small: bool| -> Result<[_; 2]> {
+            Ok([of(device, &choice, choice.low_latency(small, INDEX[0]))?, of(device, &choice, choice.low_latency(small, INDEX[1]))?])
+        };
+        let arrange = |replay: bool| -> Result<[_; 3]> {
+            let [few, some, many] = Class::ALL.map(|class| of(device, &choice, choice.arrange(replay, class)));
+            Ok([few?, some?, many?])
+        };
+        let [few, some, many] = Class::ALL.map(|class| of(device, &choice, choice.payload(class)));
+        Ok(Loaded {
+            route: [by_index(false)?, by_index(true)?],
+            replay: of(device, &choice, choice.replay())?,
+            low_latency: if choice.staged_rows > 0 { Some([low_latency(false)?, low_latency(true)?]) } else { None },
+            payload: [few?, some?, many?],
+            receive: of(device, &choice, choice.receive())?,
+            arrange: if choice.shape.is_by_expert() { Some([arrange(false)?, arrange(true)?]) } else { None },
+            index: match choice.index_if_any() {
+                Some(spec) => Some(of(device, &choice, spec)?),
+                None => None,
+            },
+            most_waiting: u32::MAX,
+            choice,
+        })
+    }
+
+    /// The grids whose blocks wait for peers.
+    pub fn waiting(&self, device: &Device) -> Result<Vec<Waiting>> {
+        let (choice, many) = (&self.choice, Tokens::exactly(u32::MAX));
+        let mut all = Vec::new();
+        for kernel in self.route.iter().flatten() {
+            all.push(kernel.waiting(device, "route", choice.route_blocks(many).min(kernel.most_blocks).min(self.most_waiting))?);
+        }
+        all.push(self.replay.waiting(device, "route", 1)?);
+        for kernel in self.low_latency.iter().flatten().flatten() {
+            all.push(kernel.waiting(device, "low_latency", self.low_latency_blocks(many, kernel))?);
+        }
+        for kernel in &self.payload {
+            all.push(kernel.waiting(device, "payload", 1)?);
+        }
+        all.push(self.receive.waiting(device, "receive", 1)?);
+        Ok(all)
+    }
+
+    pub fn limit_waiting(&mut self, blocks: u32) {
+        self.most_waiting = blocks.max(1);
+    }
+
+    pub(super) fn route_blocks(&self, tokens: Tokens, kernel: &shape::Loaded<RouteParameters>) -> u32 {
+        self.choice.route_blocks(tokens).min(kernel.most_blocks).min(self.most_waiting)
+    }
+
+    pub(super) fn low_latency_blocks(&self, tokens: Tokens, kernel: &shape::Loaded<LowLatencyParameters>) -> u32 {
+        self.choice.low_latency_blocks(tokens, kernel.threads).min(kernel.most_blocks).min(self.most_waiting)
+    }
+
+    /// # Errors
+    /// [`Error::Unsupported`] when a rank has too many experts.
+    pub(super) fn index(&self, op: &'static str) -> Result<&shape::Loaded<IndexParameters>> {
+        self.index.as_ref().ok_or_else(|| {
+            let what = format!("counts of {} local experts on a GPU", self.choice.max_local);
+            Error::Unsupported { op, what, why: "they do not fit in shared memory".into() }
+        })
+    }
+}
+
+impl Choice {
+    /// `index_rows` counts the rows of `ByToken`; expert layouts have counts.
+    fn index_if_any(&self) -> Option<Spec> {
+        if self.shape.is_by_expert() { None } else { self.index() }
+    }
+
+    /// Every kernel that a call may choose.
+    pub fn all(&self) -> Vec<Spec> {
+        let mut all = vec![self.replay(), self.receive()];
+        for (small, index) in [(false, IndexType::I32), (false, IndexType::I64), (true, IndexType::I32), (true, IndexType::I64)] {
+            all.push(self.route(small, index));
+            if self.staged_rows > 0 {
+                all.push(self.low_latency(small, index));
+            }
+        }
+        for class in Class::ALL {
+            all.push(self.payload(class));
+            if self.shape.is_by_expert() {
+                all.extend([self.arrange(false, class), self.arrange(true, class)]);
+            }
+        }
+        all.extend(self.index_if_any());
+        all
+    }
+}
