@@ -75,7 +75,7 @@ fn rank_loop(world: &World, num_tokens: usize, start: &Barrier, end: &Barrier, s
     // Two banks and two sets of inputs and outputs: what one call left in the caches is not what the next one reads.
     let config = Config { in_flight: 2, ..Config::new(HIDDEN, DType::BF16, EXPERTS, K, num_tokens) };
     let mut ep = ExpertParallel::new(world, config)?;
-    let mut routing = dispatch::Routing::new(&ep);
+    let mut routing = dispatch::Routing::new(&ep)?;
     let ids = ids_of(rank, num_tokens);
     let mut random = SplitMix64::stream(2, rank as u64);
     let mut row = |_| (0..num_tokens * HIDDEN).map(|_| bf16::from_f32(random.next_f32())).collect::<Vec<_>>();

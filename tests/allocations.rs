@@ -116,7 +116,7 @@ fn gate_and_cast() -> Result<(), Failed> {
 fn dispatch_and_combine(config: &Config) -> Result<(), Failed> {
     let results = World::run(&Backend::Cpu(Cpu::with_threads(1)?), 2, |world| {
         let mut ep = ExpertParallel::new(&world, config.clone())?;
-        let mut routing = dispatch::Routing::new(&ep);
+        let mut routing = dispatch::Routing::new(&ep)?;
         let ids: Vec<i32> = (0..40 * 3).map(|i| (i * 5 % 9) - 1).collect();
         let (x, mut out) = (vec![1.5f32; 40 * 128], vec![0f32; 40 * 128]);
         none_when_warm("dispatch and combine", || {

@@ -167,18 +167,18 @@ fn another_dispatch() -> Result<(), Failed> {
     in_world(&Config { in_flight: 2, ..small() }, |world, ep, routing| {
         let zeros = Zeros([0; 4096]);
         let first = dispatched(ep, routing, &zeros)?;
-        let mut second_routing = Routing::new(ep);
+        let mut second_routing = Routing::new(ep)?;
         let second = dispatched(ep, &mut second_routing, &zeros)?;
         let input = Input { y: ExpertRows::InPlace, row_weights: None };
         let Err(rejected) = ep.combine_send(&second_routing, first, &input) else { return Err("accepted".into()) };
         names::<()>("an arrival of another dispatch", Err(rejected.error), "arrival", "of dispatch 1", "dispatch 2")?;
         let first = rejected.returned.ok_or("the arrival was kept")?;
-        let empty = Routing::new(ep);
+        let empty = Routing::new(ep)?;
         let Err(rejected) = ep.combine_send(&empty, first, &input) else { return Err("accepted".into()) };
         names::<()>("an empty routing", Err(rejected.error), "routing", "empty", "filled by a dispatch")?;
         let first = rejected.returned.ok_or("the arrival was kept")?;
         let mut other = ExpertParallel::new(world, Config { in_flight: 2, ..small() })?;
-        let mut other_routing = Routing::new(&other);
+        let mut other_routing = Routing::new(&other)?;
         drop(dispatched(&mut other, &mut other_routing, &zeros)?);
         let Err(rejected) = other.combine_send(&other_routing, first, &input) else { return Err("accepted".into()) };
         names::<()>("an arrival of another object", Err(rejected.error), "arrival", "of another object", "made by this object")?;

@@ -222,7 +222,7 @@ pub fn in_world(
 ) -> Result<(), Failed> {
     let results = World::run(&Backend::cpu(), 2, |world| {
         let mut ep = ExpertParallel::new(&world, config.clone())?;
-        let mut routing = Routing::new(&ep);
+        let mut routing = Routing::new(&ep)?;
         Ok(work(&world, &mut ep, &mut routing))
     })?;
     for (rank, result) in results.into_iter().enumerate() {

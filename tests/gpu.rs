@@ -35,7 +35,7 @@ enum Needs {
 }
 
 /// Held by every trial while it runs: alone, or together with others.
-static TURN: RwLock<()> = RwLock::new(());
+pub static TURN: RwLock<()> = RwLock::new(());
 
 /// Every trial of this module.
 pub fn trials() -> Vec<Trial> {

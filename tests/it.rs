@@ -1,6 +1,7 @@
 //! The one integration binary: a named trial per operation, backend and group of cases, and a module per operation.
 
 use std::process::ExitCode;
+use std::sync::PoisonError;
 
 use libtest_mimic::{Arguments, Failed, Trial};
 use moe_kernels::{Backend, check};
@@ -77,6 +78,10 @@ fn shared_checks() -> Vec<Trial> {
         .map(|group| {
             let name = name.clone();
             Trial::test(format!("{}::{name}::{}", group.op, group.name), move || {
+                // Where ranks share a GPU one waits for another, and for no other work.
+                let turn = (group.op == "dispatch" || group.op == "combine", &gpu::TURN);
+                let _alone = (turn.0).then(|| turn.1.write().unwrap_or_else(PoisonError::into_inner));
+                let _together = (!turn.0).then(|| turn.1.read().unwrap_or_else(PoisonError::into_inner));
                 let backend = Backend::from_name(&name)?;
                 group.run(&backend).map(|_| ()).map_err(|failed| Failed::from(failed.0))
             })

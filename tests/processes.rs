@@ -224,7 +224,7 @@ fn killed_rank(detail: &str) -> Said {
             enter(&mut start);
         }
         let mut ep = ExpertParallel::new(&w, config())?;
-        let mut routing = dispatch::Routing::new(&ep);
+        let mut routing = dispatch::Routing::new(&ep)?;
         one_call(&mut ep, &mut routing)?;
         if step == "dispatch" {
             enter(&mut start);
@@ -340,7 +340,7 @@ fn never_comes() -> Result<(), Failed> {
 
 fn never_dispatches_rank(w: &World) -> Result<()> {
     let mut ep = ExpertParallel::new(w, short())?;
-    let mut routing = dispatch::Routing::new(&ep);
+    let mut routing = dispatch::Routing::new(&ep)?;
     one_call(&mut ep, &mut routing)?;
     if w.rank() == Rank(1) {
         std::thread::sleep(3 * BOUND);
@@ -373,7 +373,7 @@ fn never_dispatches() -> Result<(), Failed> {
 
 fn panic_rank(w: &World) -> Result<()> {
     let mut ep = ExpertParallel::new(w, config())?;
-    let mut routing = dispatch::Routing::new(&ep);
+    let mut routing = dispatch::Routing::new(&ep)?;
     one_call(&mut ep, &mut routing)?;
     if w.rank() == Rank(2) {
         panic!("as a bug would");
@@ -387,7 +387,7 @@ fn panics() -> Result<(), Failed> {
 
 fn leave_rank(w: World) -> Result<()> {
     let mut ep = ExpertParallel::new(&w, config())?;
-    let mut routing = dispatch::Routing::new(&ep);
+    let mut routing = dispatch::Routing::new(&ep)?;
     one_call(&mut ep, &mut routing)?;
     if w.rank() == Rank(0) {
         // The process goes on: the others must not wait for its end.
@@ -559,7 +559,7 @@ fn nothing_left_rank() -> Result<()> {
         let bytes = w.gather(Ok(vec![w.rank().0 as u8; 10 * w.rank().index()]))?;
         assert_eq!(bytes, [vec![], vec![1; 10], vec![2; 20]]);
         let mut ep = ExpertParallel::new(&w, config())?;
-        let mut routing = dispatch::Routing::new(&ep);
+        let mut routing = dispatch::Routing::new(&ep)?;
         one_call(&mut ep, &mut routing)?;
         assert_eq!(held()["mappings"], 4, "the page, and the memory of three ranks");
         if generation == 1 {

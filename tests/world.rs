@@ -115,7 +115,7 @@ pub fn stress_rank(w: &World, config: &Config, num_rounds: usize) -> Result<()> 
     let (rank, world) = (w.rank().index(), w.size());
     let mut random = SplitMix64::stream(99, rank as u64);
     let mut ep = ExpertParallel::new(w, config.clone())?;
-    let mut routing = dispatch::Routing::new(&ep);
+    let mut routing = dispatch::Routing::new(&ep)?;
     for round in 0..num_rounds {
         let input = Round::new(rank, round);
         pause(&mut random);
@@ -260,7 +260,7 @@ fn never_arrives(world: usize) -> Result<(), Failed> {
     let start = Instant::now();
     let results = World::run(&Backend::cpu(), world, |w| {
         let mut ep = ExpertParallel::new(&w, short())?;
-        let mut routing = dispatch::Routing::new(&ep);
+        let mut routing = dispatch::Routing::new(&ep)?;
         one_call(&mut ep, &mut routing)?;
         if w.rank().index() == culprit {
             std::thread::sleep(3 * BOUND);
@@ -286,7 +286,7 @@ fn panics(world: usize) -> Result<(), Failed> {
     let start = Instant::now();
     let results = World::run(&Backend::cpu(), world, |w| {
         let mut ep = ExpertParallel::new(&w, config())?;
-        let mut routing = dispatch::Routing::new(&ep);
+        let mut routing = dispatch::Routing::new(&ep)?;
         one_call(&mut ep, &mut routing)?;
         if w.rank().index() == culprit {
             // Unwinds without the message that the default hook prints.
@@ -303,7 +303,7 @@ fn leaves(world: usize) -> Result<(), Failed> {
     let start = Instant::now();
     let results = World::run(&Backend::cpu(), world, |w| {
         let mut ep = ExpertParallel::new(&w, config())?;
-        let mut routing = dispatch::Routing::new(&ep);
+        let mut routing = dispatch::Routing::new(&ep)?;
         one_call(&mut ep, &mut routing)?;
         if w.rank() == Rank(0) { Ok(()) } else { one_call(&mut ep, &mut routing) }
     })?;
@@ -314,7 +314,7 @@ fn leaves(world: usize) -> Result<(), Failed> {
 fn late(world: usize) -> Result<(), Failed> {
     let results = World::run(&Backend::cpu(), world, |w| {
         let mut ep = ExpertParallel::new(&w, Config { timeout: 20 * BOUND, ..config() })?;
-        let mut routing = dispatch::Routing::new(&ep);
+        let mut routing = dispatch::Routing::new(&ep)?;
         for round in 0..3 {
             if w.rank().index() == round % world {
                 std::thread::sleep(BOUND / 4);
@@ -329,7 +329,7 @@ fn late(world: usize) -> Result<(), Failed> {
 fn stops_before_combine() -> Result<(), Failed> {
     let results = World::run(&Backend::cpu(), 4, |w| {
         let mut ep = ExpertParallel::new(&w, short())?;
-        let mut routing = dispatch::Routing::new(&ep);
+        let mut routing = dispatch::Routing::new(&ep)?;
         if w.rank() == Rank(0) {
             let _arrival = one_dispatch(&mut ep, &mut routing)?;
             std::thread::sleep(3 * BOUND);
@@ -390,7 +390,7 @@ fn setup_misses_a_rank() -> Result<(), Failed> {
 fn different_calls() -> Result<(), Failed> {
     let results = World::run(&Backend::cpu(), 3, |w| {
         let mut ep = ExpertParallel::new(&w, config())?;
-        let mut routing = dispatch::Routing::new(&ep);
+        let mut routing = dispatch::Routing::new(&ep)?;
         one_call(&mut ep, &mut routing)?;
         if w.rank() == Rank(1) {
             let x = [1f32; HIDDEN];

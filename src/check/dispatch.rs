@@ -5,14 +5,14 @@ use crate::check::ep::cases::{Form, Steps, Traffic, batch, combine_script, dispa
 use crate::check::ep::inputs::{Draw, Ids, draw};
 use crate::check::ep::script::Rows;
 use crate::check::ep::{Count, Phase, Script, Step, run_all};
-use crate::check::guarded::Guarded;
+use crate::check::ep::buffer::{Matrix, Place, in_setup};
 use crate::check::{Failed, Group, variants};
 use crate::ensure;
 use crate::ep::{Config, ExpertParallel, Layout, Overflow, Quantize, ScaleLayout, World};
 use crate::id::{Expert, Rank, Slot};
 use crate::ops::dispatch::{Input, NumTokens, Outputs, Routing};
 use crate::oracle::dispatch::{Dispatched, dispatch};
-use crate::tensor::{DType, TensorView};
+use crate::tensor::DType;
 
 /// Widths of rows: the least, one vector of 64 bytes and more, a scale block and a short one, two blocks.
 const WIDTHS: [usize; 4] = [16, 64, 144, 256];
@@ -290,13 +290,15 @@ fn properties(backend: &Backend, layout: Layout) -> Result<usize, Failed> {
         let placement = config.placement(traffic.world())?;
         let received = World::run(&variants[i % variants.len()].1, traffic.world(), |world| {
             let mut ep = ExpertParallel::new(&world, config.clone())?;
-            let mut routing = Routing::new(&ep);
+            let mut routing = Routing::new(&ep)?;
             let own = &tokens[world.rank().index()];
-            let mut aligned = Guarded::new(own.x.len());
-            aligned.bytes_mut().copy_from_slice(&own.x);
+            let place = Place::new(world.backend()).map_err(in_setup)?;
+            let matrix = |dtype, columns, bytes: &[u8]| Matrix::filled(&place, dtype, (own.num_tokens, columns), false, 0, bytes);
+            let x = matrix(DType::F32, config.hidden, &own.x);
+            let topk_idx = matrix(DType::I64, config.k, bytemuck::cast_slice(&own.topk_idx));
             let input = Input {
-                x: TensorView::from_bytes(aligned.bytes(), DType::F32, &[own.num_tokens, config.hidden])?,
-                topk_idx: TensorView::from_slice(&own.topk_idx, &[own.num_tokens, config.k])?,
+                x: x.view()?,
+                topk_idx: topk_idx.view()?,
                 topk_weights: None,
                 scales: None,
                 num_tokens: NumTokens::All,
@@ -312,6 +314,8 @@ fn properties(backend: &Backend, layout: Layout) -> Result<usize, Failed> {
                 m.source.map(|(rank, token)| (rank.index(), token.index(), m.topk_idx.to_vec()))
             });
             let received: Received = (rows.collect(), arrived.num_rows_per_expert().to_vec());
+            // As in a script: nobody frees memory while another rank's kernels may wait.
+            world.barrier()?;
             Ok(received)
         })?;
         for (rank, received) in received.into_iter().enumerate() {

@@ -1,18 +1,21 @@
 //! One rank's end of the buffers through which tokens travel.
 #![forbid(unsafe_code)]
 
-use std::sync::atomic::AtomicU64;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use super::device::End;
+use super::device::tuning::Tuning;
 use super::signal::{CountWord, Machine, Signals, num_signal_words};
 use super::symmetric::{Symmetric, Words};
 use super::wait::scaled;
 use super::world::{Member, lock, timeout_scale};
 use super::{Config, Plan, World};
+use crate::backend::Cuda;
 use crate::cpu::Level;
 use crate::error::{Error, Result};
+use crate::gpu::{Event, Stream};
 use crate::id::Rank;
 
 const OP: &str = "ep setup";
@@ -75,6 +78,15 @@ impl ExpertParallel {
     /// `Invalid` for a configuration that no world of this size can use, `Mismatch` when two ranks differ, `Memory`, `Timeout`, `Poisoned`;
     /// `Setup` around the error of one rank only.
     pub fn new(world: &World, config: Config) -> Result<Self> {
+        Self::with_tuning(world, config, Tuning::default())
+    }
+
+    /// As [`new`](Self::new), with a say in how kernels are launched on a GPU; a CPU has no use for it. Need not be equal on all ranks.
+    ///
+    /// # Errors
+    /// As [`new`](Self::new); `Invalid` for launches that no kernel can have, or whose waiting blocks do not fit beside those of the other ranks and
+    /// objects of the GPU.
+    pub fn with_tuning(world: &World, config: Config, tuning: Tuning) -> Result<Self> {
         let plan = config.plan(world.size());
         let description =
             serde_json::to_value(&config).map_err(|e| Error::invalid(OP, "config", e, "a configuration that can be compared"));
@@ -91,7 +103,7 @@ impl ExpertParallel {
                 (timeout?, memories.into_iter().map(|memory| RankMemory::new(memory, &plan)).collect(), None)
             }
             Some(cuda) => {
-                let end = End::new(world, cuda, &config, &plan, timeout.clone())?;
+                let end = End::new(world, cuda, &config, &plan, timeout.clone(), tuning)?;
                 (timeout?, Vec::new(), Some(end))
             }
         };
@@ -114,10 +126,34 @@ impl ExpertParallel {
     /// Waits for all that this object has queued, and returns what its calls met that only the GPU knew: `Capacity` of the last refused call,
     /// `Mismatch`, `Timeout`, `Poisoned`. On a CPU there is nothing to wait for.
     pub fn synchronize(&self) -> Result<()> {
-        if let Some(end) = self.shared.cuda() {
-            end.stream().synchronize()?;
+        self.shared.member.check_alive()?;
+        self.shared.cuda().map_or(Ok(()), |end| end.wait(&self.shared.member, self.shared.timeout))
+    }
+
+    /// Of a GPU rank: calls from now on are queued in `stream`, after what the stream until now holds. While one of the two is being captured into a
+    /// graph, the caller orders them.
+    ///
+    /// # Errors
+    /// `Invalid` for a stream of another device, `Unsupported` for a CPU rank; those of the driver.
+    pub fn set_stream(&mut self, stream: &Stream) -> Result<()> {
+        const OP: &str = "set_stream";
+        let Some(end) = self.shared.cuda() else {
+            return Err(Error::Unsupported { op: OP, what: "a stream".into(), why: "the ranks of this world work on CPUs".into() });
+        };
+        let (old, programmatic) = {
+            let ctx = end.ctx();
+            (ctx.cuda.stream().clone(), ctx.cuda.is_programmatic())
+        };
+        if old.device() != stream.device() {
+            return Err(Error::invalid(OP, "stream", format!("of {:?}", stream.device()), format!("of {:?}", old.device())));
         }
-        self.shared.check_alive()
+        if old.raw() != stream.raw() && !old.is_capturing()? && !stream.is_capturing()? {
+            let event = Event::new(old.device())?;
+            event.record(&old)?;
+            stream.wait_for(&event)?;
+        }
+        end.set_cuda(Cuda::on(stream.clone()).programmatic(programmatic));
+        Ok(())
     }
 
     /// This rank.
@@ -200,7 +236,7 @@ impl Shared {
             let why = format!("an arrival of it is alive, and in_flight is {}", self.config.in_flight);
             return Err(Error::Busy { op, what: format!("bank {bank}"), why });
         };
-        Ok(Lease { shared: self.clone(), bank, counts: Some(counts) })
+        Ok(Lease { shared: self.clone(), bank, counts: Some(counts), is_counted: AtomicBool::new(false) })
     }
 }
 
@@ -229,6 +265,8 @@ pub(crate) struct Lease {
     pub shared: Arc<Shared>,
     pub bank: usize,
     counts: Option<Box<Counts>>,
+    /// On a GPU, `ByToken`: the rows of each expert have been counted.
+    is_counted: AtomicBool,
 }
 
 impl Lease {
@@ -239,6 +277,11 @@ impl Lease {
 
     pub fn counts(&self) -> &Counts {
         self.counts.as_ref().expect("a lease holds the counts until it is dropped")
+    }
+
+    /// Notes that the rows of each expert are being counted; `true` when that was known.
+    pub fn set_counted(&self) -> bool {
+        self.is_counted.swap(true, Ordering::Relaxed)
     }
 
     pub fn counts_mut(&mut self) -> &mut Counts {

@@ -432,7 +432,7 @@ impl Drop for Member {
 }
 
 /// A lock whose data is valid at every step, so a panic of another holder does not matter.
-pub(super) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 

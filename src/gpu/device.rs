@@ -170,6 +170,24 @@ impl Device {
         Err(Error::invalid(op, what, format!("at {address:#x}, {got}"), format!("memory of device {}", self.ordinal())))
     }
 
+    /// The address by which this device reaches pinned host memory.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] names `what` for memory that is not pinned.
+    pub(crate) fn reach_host(&self, op: &'static str, what: &str, memory: *const u8) -> Result<u64> {
+        // Spec: CU_POINTER_ATTRIBUTE_MEMORY_TYPE, _DEVICE_POINTER; CU_MEMORYTYPE_HOST is 1.
+        const ATTRIBUTES: [i32; 2] = [2, 3];
+        let (mut memory_type, mut address) = (0u32, 0u64);
+        let values = [(&raw mut memory_type).cast(), (&raw mut address).cast()];
+        let _bound = self.bind()?;
+        // SAFETY: each value has the size of its attribute and outlives the call; the pointer is only looked up, never read.
+        unsafe { self.driver().pointer_attributes(2, ATTRIBUTES.as_ptr(), values.as_ptr(), memory.addr() as u64) }?;
+        match memory_type {
+            1 if address != 0 => Ok(address),
+            _ => Err(Error::invalid(op, what, format!("host memory at {memory:p} that is not pinned"), "pinned host memory (gpu::Pinned)")),
+        }
+    }
+
     pub(super) fn driver(&self) -> &'static Driver {
         self.0.driver
     }

@@ -11,7 +11,7 @@ use super::driver::{MemoryAccess, MemoryProperties};
 use super::known;
 use super::stream::Stream;
 use crate::error::{Error, Result};
-use crate::tensor::DeviceAddress;
+use crate::tensor::{DType, DeviceAddress, Layout, TensorView, TensorViewMut};
 
 const OP: &str = "shareable memory";
 
@@ -287,6 +287,27 @@ impl Shareable {
     /// Where it is, on every device that may access it in this process.
     pub fn address(&self) -> DeviceAddress {
         DeviceAddress { device: self.device.ordinal(), address: self.start + self.offset as u64 }
+    }
+
+    /// A copy of `len` bytes from `at` on, after the work that the stream holds; waits.
+    pub(crate) fn read(&self, stream: &Stream, at: usize, len: usize) -> Result<Vec<u8>> {
+        let layout = Layout::contiguous(OP, DType::Bytes, &[len])?;
+        // SAFETY: the range was checked, and the mapping lives as long as self: the stream is waited for.
+        stream.read(&unsafe { TensorView::from_device(self.range(at, len)?, layout) }?)
+    }
+
+    /// Copies `bytes` to `at`, after the work that the stream holds; waits.
+    pub(crate) fn write(&self, stream: &Stream, at: usize, bytes: &[u8]) -> Result<()> {
+        let layout = Layout::contiguous(OP, DType::Bytes, &[bytes.len()])?;
+        // SAFETY: as in `read`.
+        stream.write(&mut unsafe { TensorViewMut::from_device(self.range(at, bytes.len())?, layout) }?, bytes)
+    }
+
+    fn range(&self, at: usize, len: usize) -> Result<DeviceAddress> {
+        match at.checked_add(len) {
+            Some(end) if end <= self.len => Ok(DeviceAddress { address: self.address().address + at as u64, ..self.address() }),
+            _ => Err(Error::invalid(OP, "range", format!("{len} bytes from {at}"), format!("within {} bytes", self.len))),
+        }
     }
 
     /// Bytes.

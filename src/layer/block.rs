@@ -211,7 +211,7 @@ impl Block {
     pub fn new(world: &World, config: BlockConfig, common: Arc<CommonWeights>, experts: Arc<ExpertWeights>) -> Result<Self> {
         world.exchange(OP, check_weights(world, &config, &common, &experts))?;
         let ep = ExpertParallel::new(world, config.ep())?;
-        let routing = Routing::new(&ep);
+        let routing = Routing::new(&ep)?;
         Ok(Block {
             cpu: world.cpu().clone(),
             shared: SharedExpert::new(world.cpu(), &common),

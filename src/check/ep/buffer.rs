@@ -15,13 +15,13 @@ const ARENA_BYTES: usize = 64 << 20;
 
 /// Where one rank's tensors are.
 #[derive(Debug, Clone)]
-pub(super) struct Place {
-    pub(super) backend: Backend,
+pub(in crate::check) struct Place {
+    pub(in crate::check) backend: Backend,
     arena: Option<Arc<Arena>>,
 }
 
 impl Place {
-    pub(super) fn new(backend: Backend) -> Result<Self, Failed> {
+    pub(in crate::check) fn new(backend: Backend) -> Result<Self, Failed> {
         let arena = match &backend {
             Backend::Cpu(_) => None,
             Backend::Cuda(cuda) => Some(Arena::new(cuda, ARENA_BYTES)?),
@@ -29,7 +29,7 @@ impl Place {
         Ok(Place { backend, arena })
     }
 
-    pub(super) fn cuda(&self) -> Option<&Cuda> {
+    pub(in crate::check) fn cuda(&self) -> Option<&Cuda> {
         match &self.backend {
             Backend::Cpu(_) => None,
             Backend::Cuda(cuda) => Some(cuda),
@@ -37,12 +37,12 @@ impl Place {
     }
 
     /// Poison that is seen by the backend.
-    pub(super) fn guarded(&self, len: usize) -> Guarded {
+    pub(in crate::check) fn guarded(&self, len: usize) -> Guarded {
         Guarded::new(len).within(self.arena.as_ref())
     }
 
     /// The bytes under a view, wherever it is.
-    pub(super) fn bytes<'a>(&self, what: &str, view: &TensorView<'a>) -> Result<Cow<'a, [u8]>> {
+    pub(in crate::check) fn bytes<'a>(&self, what: &str, view: &TensorView<'a>) -> Result<Cow<'a, [u8]>> {
         match self.cuda() {
             None => view.host("check", what).map(Cow::Borrowed),
             Some(cuda) => cuda.stream().read(view).map(Cow::Owned),
@@ -50,34 +50,34 @@ impl Place {
     }
 
     /// Its values.
-    pub(super) fn numbers<T: bytemuck::AnyBitPattern>(&self, what: &str, view: &TensorView<'_>) -> Result<Vec<T>> {
+    pub(in crate::check) fn numbers<T: bytemuck::AnyBitPattern>(&self, what: &str, view: &TensorView<'_>) -> Result<Vec<T>> {
         let bytes = self.bytes(what, view)?;
         Ok(bytes[..view.layout().extent_bytes()].chunks_exact(size_of::<T>()).map(bytemuck::pod_read_unaligned).collect())
     }
 }
 
 /// Numbers on the host that a backend writes in the order of its work.
-pub(super) enum HostNumbers {
+pub(in crate::check) enum HostNumbers {
     Plain(Vec<u32>),
     Pinned(Pinned),
 }
 
 impl HostNumbers {
-    pub(super) fn new(place: &Place, len: usize) -> Result<Self> {
+    pub(in crate::check) fn new(place: &Place, len: usize) -> Result<Self> {
         Ok(match place.cuda() {
             None => HostNumbers::Plain(vec![0; len]),
             Some(cuda) => HostNumbers::Pinned(Pinned::new(cuda.device(), (4 * len).max(4))?),
         })
     }
 
-    pub(super) fn get(&self, len: usize) -> &[u32] {
+    pub(in crate::check) fn get(&self, len: usize) -> &[u32] {
         match self {
             HostNumbers::Plain(numbers) => numbers,
             HostNumbers::Pinned(pinned) => &bytemuck::cast_slice(pinned.bytes())[..len],
         }
     }
 
-    pub(super) fn get_mut(&mut self, len: usize) -> &mut [u32] {
+    pub(in crate::check) fn get_mut(&mut self, len: usize) -> &mut [u32] {
         match self {
             HostNumbers::Plain(numbers) => numbers,
             HostNumbers::Pinned(pinned) => &mut bytemuck::cast_slice_mut(pinned.bytes_mut())[..len],
@@ -86,7 +86,7 @@ impl HostNumbers {
 }
 
 /// A `[rows, cols]` matrix of `dtype`. Everything that was not filled is poison.
-pub(super) struct Matrix {
+pub(in crate::check) struct Matrix {
     memory: Guarded,
     place: Place,
     dtype: DType,
@@ -98,14 +98,14 @@ pub(super) struct Matrix {
 
 impl Matrix {
     /// All poison. `padded`: rows are `gap_bytes` apart, and the first starts 16 bytes after a 64-byte boundary.
-    pub(super) fn poisoned(place: &Place, dtype: DType, rows: usize, cols: usize, padded: bool, gap_bytes: usize) -> Self {
+    pub(in crate::check) fn poisoned(place: &Place, dtype: DType, rows: usize, cols: usize, padded: bool, gap_bytes: usize) -> Self {
         let stride = cols + if padded { gap_bytes / dtype.size() } else { 0 };
         let memory = Guarded::at_offset(rows * stride * dtype.size(), if padded { 16 } else { 0 }).within(place.arena.as_ref());
         Matrix { memory, place: place.clone(), dtype, rows, cols, stride }
     }
 
     /// The first rows hold `contiguous`.
-    pub(super) fn filled(
+    pub(in crate::check) fn filled(
         place: &Place,
         dtype: DType,
         (rows, cols): (usize, usize),
@@ -127,33 +127,33 @@ impl Matrix {
         Layout::strided("check", self.dtype, &[self.rows, self.cols], &[self.stride, 1])
     }
 
-    pub(super) fn view(&self) -> Result<TensorView<'_>> {
+    pub(in crate::check) fn view(&self) -> Result<TensorView<'_>> {
         self.memory.view(&self.place.backend, 0, self.layout()?).map_err(in_setup)
     }
 
-    pub(super) fn view_mut(&mut self) -> Result<TensorViewMut<'_>> {
+    pub(in crate::check) fn view_mut(&mut self) -> Result<TensorViewMut<'_>> {
         let layout = self.layout()?;
         self.memory.view_mut(&self.place.backend, 0, layout).map_err(in_setup)
     }
 
     /// Its first row.
-    pub(super) fn vector(&self) -> Result<TensorView<'_>> {
+    pub(in crate::check) fn vector(&self) -> Result<TensorView<'_>> {
         self.memory.view(&self.place.backend, 0, Layout::contiguous("check", self.dtype, &[self.cols])?).map_err(in_setup)
     }
 
     /// Waits for the backend and brings back what it wrote.
-    pub(super) fn fetch(&mut self) -> Result<()> {
+    pub(in crate::check) fn fetch(&mut self) -> Result<()> {
         self.memory.fetch(&self.place.backend).map_err(in_setup)
     }
 
     /// The first `num_rows` rows, contiguous.
-    pub(super) fn contiguous(&self, num_rows: usize) -> Vec<u8> {
+    pub(in crate::check) fn contiguous(&self, num_rows: usize) -> Vec<u8> {
         let (row_bytes, stride_bytes) = (self.cols * self.dtype.size(), self.stride * self.dtype.size());
         (0..num_rows).flat_map(|r| self.memory.bytes()[r * stride_bytes..][..row_bytes].to_vec()).collect()
     }
 
     /// Fails when anything but the first `num_rows` rows was written.
-    pub(super) fn check(&self, what: &str, num_rows: usize) -> Result<(), Failed> {
+    pub(in crate::check) fn check(&self, what: &str, num_rows: usize) -> Result<(), Failed> {
         self.memory.check(what)?;
         let (row_bytes, stride_bytes) = (self.cols * self.dtype.size(), self.stride * self.dtype.size());
         let written = |i: &usize| i / stride_bytes < num_rows && i % stride_bytes < row_bytes;
@@ -168,7 +168,7 @@ impl Matrix {
 }
 
 /// A failure of the checks' own memory ends the rank's walk.
-pub(super) fn in_setup(Failed(why): Failed) -> Error {
+pub(in crate::check) fn in_setup(Failed(why): Failed) -> Error {
     Error::Io { what: "memory of the checks".into(), why }
 }
 

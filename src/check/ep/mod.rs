@@ -2,7 +2,7 @@
 #![forbid(unsafe_code)]
 
 mod arrival;
-mod buffer;
+pub(super) mod buffer;
 pub mod cases;
 pub mod inputs;
 pub mod processes;

@@ -83,7 +83,7 @@ pub(super) fn run_rank(prepared: &Prepared, world: &World) -> Result<RankReport>
     let mut walk = Walk {
         prepared,
         rank: world.rank().index(),
-        routings: (0..num_routings.max().unwrap_or(0)).map(|_| Routing::new(&ep)).collect(),
+        routings: (0..num_routings.max().unwrap_or(0)).map(|_| Routing::new(&ep)).collect::<Result<_>>()?,
         ep,
         arrivals: Vec::new(),
         pending: VecDeque::new(),

@@ -1,37 +1,258 @@
-//! One rank's end on its GPU.
-use std::sync::Arc;
+//! One rank's end of an object on its GPU: memory of all ranks, its own, the kernels, and what they report.
+#![forbid(unsafe_code)]
+
+use std::sync::atomic::Ordering;
+use std::sync::{Arc, Mutex, PoisonError, RwLock, RwLockReadGuard};
 use std::time::Duration;
 
+use bytemuck::Zeroable;
+
+use super::abort::AbortLine;
+use super::context::{Ctx, ObjectKernels, Setup};
+use super::layout::{BankHead, Failure, HostRecord};
+use super::memory::{DeviceLayout, map_tables};
+use super::record::{Reader, failure};
+use super::registry::{self, Demand, Holder, Limits, Permit};
+use super::tuning::Tuning;
 use crate::backend::Cuda;
-use crate::ep::world::{Member, World};
+use crate::ep::object::Counts;
+use crate::ep::world::{Member, World, lock};
 use crate::ep::{Config, Plan};
-use crate::error::Result;
-use crate::gpu::Stream;
+use crate::error::{Error, Result};
+use crate::gpu::{Device, Pinned, Shareable, Stream};
 use crate::tensor::DeviceAddress;
 
+const OP: &str = "ep setup";
+
+/// Multiprocessors that the largest kernel of others needs beside waiting blocks: one that runs on a single multiprocessor makes progress.
+const OTHER_SMS: u32 = 1;
+
+/// One rank's end on its GPU.
+///
+/// Made and used by one rank; dropping it waits for the rank's stream, and then nothing of its own uses the memory. Peers keep theirs.
 #[derive(Debug)]
-pub(crate) struct End {}
+pub(crate) struct End {
+    /// Replaced when the object changes its stream.
+    ctx: RwLock<Ctx>,
+    abort: Option<AbortLine>,
+    record: Option<Pinned>,
+    _permit: Permit,
+    /// This rank's own, unlike `memories`, which peers use.
+    private: Shareable,
+    memories: Vec<Arc<Shareable>>,
+    rank: usize,
+}
+
+/// Records of objects that are gone. Freeing pinned memory waits for all work of the device, which may wait for the rank that frees.
+static SPARE_RECORDS: Mutex<Vec<Pinned>> = Mutex::new(Vec::new());
 
 impl End {
-    pub fn new(_: &World, _: &Cuda, _: &Config, _: &Plan, _: Result<Duration>) -> Result<Self> {
-        todo!()
+    /// Collective: fails on all ranks or on none.
+    pub fn new(world: &World, cuda: &Cuda, config: &Config, plan: &Plan, timeout: Result<Duration>, tuning: Tuning) -> Result<Self> {
+        let (member, device) = (world.member(), cuda.device());
+        let identities = world.exchange(OP, Ok((std::process::id(), device.properties().uuid.clone())))?;
+        let (process, uuid) = &identities[world.rank().index()];
+        let ranks_on_device = identities.iter().filter(|(_, other)| other == uuid).count() as u32;
+        let ranks_here = identities.iter().filter(|(other_process, other)| other_process == process && other == uuid).count();
+
+        // Equal on all ranks: it follows from what they have compared.
+        let layout = DeviceLayout::new(config, plan)?;
+        let memory = timeout.clone().and_then(|_| Shareable::new(device, layout.regions.total_bytes)).map(Arc::new);
+        let memories = member.exchange_device_memory(OP, device, memory)?;
+        let holder = Holder::of(world);
+        let own = || -> Result<_> {
+            let mut kernels = ObjectKernels::load(device, config, plan, &layout, ranks_on_device, tuning)?;
+            let permit = permit(device, holder, ranks_here, &mut kernels, tuning)?;
+            let private = Shareable::new(device, layout.private.num_bytes)?;
+            let stream = cuda.stream();
+            if config.expert_map.is_some() {
+                let places = [layout.private.owners, layout.private.experts, layout.private.first_expert];
+                for (at, table) in places.into_iter().zip(map_tables(plan)) {
+                    private.write(stream, at, bytemuck::cast_slice(&table))?;
+                }
+            }
+            let record = record(device)?;
+            let abort = AbortLine::new(world, device, &memories, layout.regions.signals + layout.signals.abort)?;
+            Ok((kernels, permit, private, record, abort, timeout.clone()?))
+        };
+        let own = own();
+        // Nobody launches anything before all have loaded what they launch.
+        world.exchange(OP, own.as_ref().map(|_| ()).map_err(Clone::clone))?;
+        let (kernels, permit, private, record, abort, timeout) = own?;
+        let peers: Vec<u64> = memories.iter().map(|memory| memory.address().address).collect();
+        let ctx = Ctx::new(Setup {
+            cuda: cuda.clone(),
+            config,
+            plan,
+            layout,
+            kernels,
+            rank: world.rank(),
+            peers: &peers,
+            private: private.address().address,
+            host_record: record.device_address()?,
+            timeout,
+            ranks_on_device,
+            tuning,
+        });
+        let (abort, record, rank) = (Some(abort), Some(record), world.rank().index());
+        Ok(End { ctx: RwLock::new(ctx), abort, record, _permit: permit, private, memories, rank })
     }
-    pub fn stream(&self) -> &Stream {
-        todo!()
+
+    /// What launches need.
+    pub fn ctx(&self) -> RwLockReadGuard<'_, Ctx> {
+        self.ctx.read().unwrap_or_else(PoisonError::into_inner)
     }
-    pub fn check(&self, _: &Arc<Member>, _: Duration) -> Result<()> {
-        todo!()
+
+    /// The stream in which the object queues.
+    pub fn stream(&self) -> Stream {
+        self.ctx().cuda.stream().clone()
     }
-    pub fn address(&self, _: usize) -> DeviceAddress {
-        todo!()
+
+    /// Calls from now on are queued by `cuda`.
+    pub fn set_cuda(&self, cuda: Cuda) {
+        self.ctx.write().unwrap_or_else(PoisonError::into_inner).cuda = cuda;
     }
-    pub fn num_rows(&self, _: usize) -> DeviceAddress {
-        todo!()
+
+    /// What kernels have reported since the last look.
+    pub fn check(&self, member: &Member, bound: Duration) -> Result<()> {
+        let Some(pinned) = &self.record else { return Ok(()) };
+        // A kernel fills the record and then stores the status, to the system.
+        if pinned.word(0).load(Ordering::Acquire) == 0 {
+            return Ok(());
+        }
+        let mut found = HostRecord::zeroed();
+        bytemuck::bytes_of_mut(&mut found).copy_from_slice(&pinned.bytes()[..size_of::<HostRecord>()]);
+        pinned.word(0).store(0, Ordering::Relaxed);
+        match found.error(&Reader { rank: member.rank(), world: member.size(), bound }) {
+            None => Ok(()),
+            Some(Error::Timeout { failure, bound }) => Err(member.timed_out(failure, bound)),
+            Some(Error::Poisoned { first }) => Err(Error::Poisoned { first: member.fail(first) }),
+            Some(error) => Err(error),
+        }
     }
-    pub fn num_rows_per_expert(&self, _: usize) -> DeviceAddress {
-        todo!()
+
+    /// Waits for the stream, then looks at everything that kernels of any rank may have reported to this one.
+    pub fn wait(&self, member: &Member, bound: Duration) -> Result<()> {
+        let stream = self.stream();
+        stream.synchronize()?;
+        self.check(member, bound)?;
+        let signals = self.ctx().layout.signals;
+        let at = self.ctx().layout.regions.signals;
+        let own = &self.memories[self.rank];
+        let abort: u64 = bytemuck::pod_read_unaligned(&own.read(&stream, at + signals.abort, 8)?);
+        if abort == 0 {
+            return Ok(());
+        }
+        let failures = own.read(&stream, at + signals.failures, size_of::<Failure>() * member.size())?;
+        let mut found = failures.chunks_exact(size_of::<Failure>()).map(bytemuck::pod_read_unaligned::<Failure>);
+        // Without a record a host has raised the alarm, and the world's page says why.
+        match found.find_map(|written| failure(&written)) {
+            Some(first) => Err(Error::Poisoned { first: member.fail(first) }),
+            None => member.check_alive(),
+        }
     }
-    pub fn segment_start(&self, _: usize) -> DeviceAddress {
-        todo!()
+
+    /// Address of byte `at` of this rank's symmetric memory.
+    pub fn address(&self, at: usize) -> DeviceAddress {
+        let start = self.memories[self.rank].address();
+        DeviceAddress { address: start.address + at as u64, ..start }
+    }
+
+    fn private_address(&self, at: usize) -> DeviceAddress {
+        let start = self.private.address();
+        DeviceAddress { address: start.address + at as u64, ..start }
+    }
+
+    /// Where a bank's number of rows is.
+    pub fn num_rows(&self, bank: usize) -> DeviceAddress {
+        self.private_address(self.ctx().bank(bank as u32).head + std::mem::offset_of!(BankHead, num_rows))
+    }
+
+    /// Where a bank's rows of each local expert are.
+    pub fn num_rows_per_expert(&self, bank: usize) -> DeviceAddress {
+        self.private_address(self.ctx().bank(bank as u32).expert_rows)
+    }
+
+    /// Where the starts of a bank's segments are.
+    pub fn segment_start(&self, bank: usize) -> DeviceAddress {
+        self.private_address(self.ctx().bank(bank as u32).segment_start)
+    }
+
+    /// What describes the arrival of a bank, when the stream has come to it.
+    pub fn counts(&self, bank: usize, plan: &Plan, is_by_expert: bool) -> Result<Counts> {
+        let stream = self.stream();
+        let place = self.ctx().bank(bank as u32);
+        let numbers = |at: usize, len: usize| -> Result<Vec<u32>> {
+            Ok(self.private.read(&stream, at, 4 * len)?.chunks_exact(4).map(bytemuck::pod_read_unaligned).collect())
+        };
+        let local = self.ctx().num_local as usize;
+        let head = numbers(place.head, size_of::<BankHead>() / 4)?;
+        let (num_rows, num_dropped) = (head[0], head[1] as usize); // the first fields of BankHead
+        let arrival_start = head[std::mem::offset_of!(BankHead, arrival_start) / 4..][..plan.world + 1].to_vec();
+        let segment_start = if is_by_expert { numbers(place.segment_start, local + 1)? } else { Vec::new() };
+        let num_rows_per_expert = numbers(place.expert_rows, local)?;
+        Ok(Counts { num_rows: [num_rows], num_dropped, num_rows_per_expert, segment_start, arrival_start, row_base: Vec::new() })
+    }
+
+    /// Bytes of this rank's symmetric memory.
+    pub fn read(&self, at: usize, len: usize) -> Result<Vec<u8>> {
+        if len == 0 {
+            return Ok(Vec::new());
+        }
+        self.memories[self.rank].read(&self.stream(), at, len)
+    }
+}
+
+/// The right to the grids that wait; with the largest of them that fit, unless the caller has chosen.
+fn permit(device: &Device, holder: Holder, ranks_here: usize, kernels: &mut ObjectKernels, tuning: Tuning) -> Result<Permit> {
+    let limits = Limits::of(device);
+    let ask = |kernels: &ObjectKernels| {
+        let grid = |grid: super::shape::Waiting| -> registry::Waiting {
+            let block = limits.block(grid.threads, grid.resources.registers, grid.smem_bytes);
+            let per_sm = [
+                limits.sm.threads / block.threads.max(1),
+                limits.sm.registers / block.registers.max(1),
+                limits.sm.smem_bytes / block.smem_bytes.max(1),
+                limits.blocks,
+            ];
+            let blocks_per_sm = per_sm.into_iter().min().unwrap_or(0);
+            registry::Waiting { name: grid.name, blocks: grid.most_blocks, block, blocks_per_sm }
+        };
+        // Where ranks share a device a kernel lets nothing start before its own waits are over (docs/ep-gpu.md): one grid waits at a time.
+        let moments = kernels.waiting(device)?.into_iter().map(|waiting| vec![grid(waiting)]).collect();
+        registry::register(OP, device, holder, ranks_here, Demand { moments, other_sms: OTHER_SMS })
+    };
+    let first = ask(kernels);
+    let is_chosen = tuning.dispatch.geometry.is_some() || tuning.combine.geometry.is_some();
+    if is_chosen || !matches!(first, Err(Error::Invalid { .. })) {
+        return first;
+    }
+    let mut blocks = limits.sms / ranks_here.max(1) as u32;
+    loop {
+        kernels.limit_waiting(blocks);
+        match ask(kernels) {
+            Err(Error::Invalid { .. }) if blocks > 1 => blocks = blocks * 3 / 4, // arbitrary: few steps, and no large one
+            other => return other,
+        }
+    }
+}
+
+fn record(device: &Device) -> Result<Pinned> {
+    let spare = lock(&SPARE_RECORDS).pop();
+    let mut pinned = spare.map_or_else(|| Pinned::new(device, size_of::<HostRecord>()), Ok)?;
+    pinned.bytes_mut().fill(0);
+    Ok(pinned)
+}
+
+impl Drop for End {
+    fn drop(&mut self) {
+        if std::thread::panicking() {
+            // Fails the world first, so that nothing waits for this rank to the bound.
+            self.abort = None;
+        }
+        // The rank's kernels end: by what they wait for, at their bound, or by the alarm of a rank that fails. On a failure nothing is left to do.
+        let _ = self.stream().synchronize();
+        self.abort = None;
+        lock(&SPARE_RECORDS).extend(self.record.take());
     }
 }

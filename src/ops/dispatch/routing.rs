@@ -1,17 +1,21 @@
 //! Where every token of a call went, kept for combine and replay.
-#![forbid(unsafe_code)]
+use std::sync::Arc;
 
+use crate::ep::device::tuning::Tokens;
+use crate::ep::object::Shared;
 use crate::ep::signal::{COUNT_MASK, CountWord, Kind};
 use crate::ep::{Config, ExpertParallel, Layout, Overflow, Plan};
 use crate::error::{Demand, Error, Limit, Result};
+use crate::gpu::Shareable;
 use crate::id::{Expert, Rank};
+use crate::tensor::{DType, DeviceAddress, Layout as Strides, TensorView};
 
 /// No slot: the route is masked or dropped, or belongs to another rank.
 pub(crate) const NONE: u32 = u32::MAX;
 
 /// Where every token of a call went and where every received row came from. Its memory is allocated once, by [`Routing::new`]; it can be kept
 /// (60 layers, until backward) and used again.
-#[derive(Debug, Clone)]
+#[derive(Debug)]
 pub struct Routing {
     pub(crate) config: Config,
     pub(crate) rank: Rank,
@@ -23,6 +27,40 @@ pub struct Routing {
     pub(crate) received: ReceivedRows,
     /// Count words of every rank `[sender, word]`: tokens to each rank, then (expert layouts) rows of each expert.
     pub(crate) counts: Vec<u32>,
+    /// Of a GPU rank: all of it, in the memory of the GPU.
+    pub(super) device: Option<DeviceRouting>,
+}
+
+/// A routing in the memory of a GPU.
+#[derive(Debug)]
+pub(super) struct DeviceRouting {
+    /// `None`: the caller's.
+    memory: Option<Shareable>,
+    pub address: DeviceAddress,
+    /// What the host knows of the number of tokens.
+    pub tokens: Tokens,
+    /// The object's, which must have done what it does with the memory before that goes.
+    shared: Arc<Shared>,
+}
+
+impl DeviceRouting {
+    /// A copy of `len` bytes from `at` on, when the object's stream has come to it.
+    pub fn read(&self, at: usize, len: usize) -> Result<Vec<u8>> {
+        let Some(end) = self.shared.cuda() else { return Ok(Vec::new()) };
+        let address = DeviceAddress { address: self.address.address + at as u64, ..self.address };
+        let layout = Strides::contiguous("routing", DType::Bytes, &[len])?;
+        // SAFETY: inside the routing's memory, which lives as long as self; the stream is waited for.
+        end.stream().read(&unsafe { TensorView::from_device(address, layout) }?)
+    }
+}
+
+impl Drop for DeviceRouting {
+    fn drop(&mut self) {
+        if let (Some(_), Some(end)) = (&self.memory, self.shared.cuda()) {
+            // On a failure nothing is left to do.
+            let _ = end.stream().synchronize();
+        }
+    }
 }
 
 /// The source's side: arrays `[max_tokens, K]` by route, and bases. Positions are stored relative to the sender's base, so that they can be
@@ -59,12 +97,44 @@ pub(crate) struct ReceivedRows {
 }
 
 impl Routing {
-    /// Memory for any call of an object with this configuration.
-    pub fn new(ep: &ExpertParallel) -> Self {
+    /// Memory for any call of an object with this configuration. On a GPU it is device memory; dropping the routing waits for the object's stream.
+    ///
+    /// # Errors
+    /// `Memory` when a GPU has no room; those of its driver.
+    pub fn new(ep: &ExpertParallel) -> Result<Self> {
+        let Some(end) = ep.shared.cuda() else { return Ok(Self::of(ep, None)) };
+        let (device, len) = (end.stream().device().clone(), Self::bytes(ep));
+        let memory = Shareable::new(&device, len)?;
+        let address = memory.address();
+        Ok(Self::of(ep, Some(DeviceRouting { memory: Some(memory), address, tokens: Tokens::default(), shared: ep.shared.clone() })))
+    }
+
+    /// As [`new`](Self::new), in memory of the caller on the object's GPU: [`bytes`](Self::bytes) of it, aligned to 256. What is there does not matter.
+    ///
+    /// # Errors
+    /// `Invalid` for memory of another device, `Unsupported` for a CPU rank.
+    ///
+    /// # Safety
+    /// The memory is the routing's alone, and stays so until the routing is dropped and the object's stream has done what was queued.
+    pub unsafe fn in_memory(ep: &ExpertParallel, address: DeviceAddress) -> Result<Self> {
+        const OP: &str = "routing";
+        const ALIGN: u64 = 256; // derived: as every allocation of the driver, and above every line of its arrays
+        let Some(end) = ep.shared.cuda() else {
+            return Err(Error::Unsupported { op: OP, what: "device memory".into(), why: "the ranks of this world work on CPUs".into() });
+        };
+        if !address.address.is_multiple_of(ALIGN) {
+            return Err(Error::invalid(OP, "address", format!("{:#x}", address.address), format!("a multiple of {ALIGN}")));
+        }
+        end.stream().device().adopt(OP, "address", address.address)?;
+        Ok(Self::of(ep, Some(DeviceRouting { memory: None, address, tokens: Tokens::default(), shared: ep.shared.clone() })))
+    }
+
+    fn of(ep: &ExpertParallel, device: Option<DeviceRouting>) -> Self {
         let (c, p) = (ep.config(), ep.plan());
-        let routes = c.max_tokens * c.k;
-        let by_expert = c.layout.is_by_expert();
+        let routes = if device.is_none() { c.max_tokens * c.k } else { 0 };
+        let by_expert = c.layout.is_by_expert() && device.is_none();
         let if_expert = |n: usize| if by_expert { n } else { 0 };
+        let if_host = |n: usize| if device.is_none() { n } else { 0 };
         Routing {
             config: c.clone(),
             rank: ep.rank(),
@@ -76,7 +146,7 @@ impl Routing {
                 topk_weights: vec![0.0; routes],
                 arrival: vec![NONE; routes],
                 row: vec![NONE; if_expert(routes)],
-                arrival_base: vec![0; p.world],
+                arrival_base: vec![0; if_host(p.world)],
                 row_base: vec![0; if_expert(c.num_experts)],
                 segment: vec![0; if_expert(c.num_experts)],
             },
@@ -87,12 +157,16 @@ impl Routing {
                 experts: vec![NONE; if_expert(p.max_arrivals * c.k)],
                 weights: vec![0.0; if_expert(p.max_arrivals * c.k)],
             },
-            counts: vec![0; p.world * p.num_count_words],
+            counts: vec![0; if_host(p.world * p.num_count_words)],
+            device,
         }
     }
 
     /// Bytes that [`Routing::new`] allocates.
     pub fn bytes(ep: &ExpertParallel) -> usize {
+        if let Some(end) = ep.shared.cuda() {
+            return end.ctx().layout.routing.num_bytes;
+        }
         let (c, p) = (ep.config(), ep.plan());
         let by_expert = usize::from(c.layout.is_by_expert());
         let routes = c.max_tokens * c.k * (12 + 4 * by_expert);

@@ -1,7 +1,7 @@
 //! The launches of a dispatch or replay: parameters from addresses, kernels and grids by the table of `docs/ep-gpu.md`.
 
 use super::params::{
-    ArrangeParameters, CallParameters, IndexParameters, LowLatencyParameters, PayloadParameters, ReceiveParameters, RouteParameters,
+    ArrangeParameters, CallParameters, IndexParameters, LowLatencyParameters, PayloadParameters, ReceiveParameters, ReportParameters, RouteParameters,
 };
 use crate::ep::device::context::Ctx;
 use crate::ep::device::shape::Loaded;
@@ -94,6 +94,22 @@ pub(crate) struct IndexCall {
     pub counts_host: u64,
     /// Rows to whose multiple segments of `gather_idx` are padded, at least 1.
     pub align: u32,
+}
+
+/// What a caller asks of an arrival beside its views: addresses of this rank's device, each 0 when it is not wanted.
+#[derive(Debug, Clone, Copy, Default)]
+pub(crate) struct ReportCall {
+    pub bank: u32,
+    /// i32 `[rows, 2]`, contiguous; with it the next two.
+    pub source: u64,
+    /// i32 `[rows, row_k]`.
+    pub topk_idx: u64,
+    /// f32 `[rows, row_k]`.
+    pub topk_weights: u64,
+    /// Expert layouts: u64 `[L]`, added to.
+    pub statistics: u64,
+    /// Expert layouts: u32 `[L]` in pinned host memory, as the device knows it.
+    pub counts_host: u64,
 }
 
 /// A whole dispatch.
@@ -321,6 +337,27 @@ pub(crate) fn index_rows(ctx: &Ctx, call: &IndexCall) -> Result<()> {
         me: *ctx.me(call.bank),
     };
     queue(ctx, kernel, 1, false, &parameters)
+}
+
+/// Metadata of an arrival unpacked; counts of an expert layout to where the caller wants them. After the dispatch, in the same stream.
+pub(crate) fn report(ctx: &Ctx, call: &ReportCall) -> Result<()> {
+    let kernel = &ctx.kernels.dispatch.report;
+    let bank = ctx.bank(call.bank);
+    let parameters = ReportParameters {
+        arrival: ctx.private(bank.head),
+        records: ctx.own(call.bank, ctx.layout.regions.records),
+        expert_rows: if ctx.is_by_expert { ctx.private(bank.expert_rows) } else { 0 },
+        source: call.source,
+        ids: call.topk_idx,
+        weights: call.topk_weights,
+        statistics: call.statistics,
+        counts_host: call.counts_host,
+        num_local: ctx.num_local,
+        rows_per_expert: if ctx.is_fixed { ctx.rows_per_expert } else { 0 },
+        me: *ctx.me(call.bank),
+    };
+    let blocks = if call.source == 0 { 1 } else { ctx.max_rows.div_ceil(kernel.threads).clamp(1, 2 * ctx.num_sms) };
+    queue(ctx, kernel, blocks, false, &parameters)
 }
 
 /// Queues a kernel. Blocks that wait for each other or for peers run at once (`waits`); one block always does.

@@ -124,6 +124,24 @@ pub(super) struct IndexParameters {
     pub me: RankParameters,
 }
 
+#[repr(C)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct ReportParameters {
+    pub arrival: u64,
+    pub records: u64,
+    /// 0 by token.
+    pub expert_rows: u64,
+    /// 0: neither source, ids nor weights.
+    pub source: u64,
+    pub ids: u64,
+    pub weights: u64,
+    pub statistics: u64,
+    pub counts_host: u64,
+    pub num_local: u32,
+    pub rows_per_expert: u32,
+    pub me: RankParameters,
+}
+
 // As the kernels assert with the same numbers: no padding, and the rank at the end.
 const _: () = {
     use std::mem::offset_of;
@@ -134,4 +152,5 @@ const _: () = {
     assert!(offset_of!(ReceiveParameters, me) == 8);
     assert!(offset_of!(ArrangeParameters, me) == 112);
     assert!(offset_of!(IndexParameters, me) == 64);
+    assert!(offset_of!(ReportParameters, me) == 72);
 };

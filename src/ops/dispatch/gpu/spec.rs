@@ -15,6 +15,7 @@ const LOW_LATENCY: &[Source] = ep_sources!("ops/dispatch/routing.cuh", "ops/disp
 const PAYLOAD: &[Source] = ep_sources!("ops/dispatch/payload.cu");
 const RECEIVE: &[Source] = ep_sources!("ops/dispatch/receive.cu");
 const ARRANGE: &[Source] = ep_sources!("ops/dispatch/arrange.cu");
+const REPORT: &[Source] = ep_sources!("ops/dispatch/report.cu");
 const INDEX: &[Source] = ep_sources!("ops/dispatch/index.cu");
 
 /// A kernel of dispatch, with everything that it is compiled for.
@@ -33,6 +34,7 @@ pub(crate) enum Kind {
     Receive,
     Arrange { replay: bool, row: Row, split: Split },
     Index { most_local: u32, record_bytes: u32 },
+    Report { row_k: u8, record_bytes: u32 },
 }
 
 /// A row on its way and as it arrives.
@@ -182,6 +184,10 @@ impl crate::gpu::Spec for Spec {
                 constants.extend([int("MOST_LOCAL", most_local), int("RECORD_BYTES", record_bytes)]);
                 ("index_rows", INDEX, format!("{most_local} local experts, records {record_bytes}"), 64)
             }
+            Kind::Report { row_k, record_bytes } => {
+                constants.extend([int("ROW_K", row_k.into()), int("RECORD_BYTES", record_bytes)]);
+                ("report", REPORT, format!("records {record_bytes}"), 40)
+            }
         };
         let separator = if what.is_empty() { "" } else { ", " };
         Program {
@@ -236,7 +242,7 @@ pub(crate) fn shipped() -> Vec<Spec> {
         let low_latency = Config { mode: Mode::LowLatency, expected_tokens: 1, max_tokens: 128, ..base() };
         add(low_latency, world, &|c| vec![c.low_latency(false, IndexType::I64), c.low_latency(true, IndexType::I64)]);
     }
-    add(base(), 8, &|c| [Some(c.receive()), c.index(), Some(c.route(true, IndexType::I32))].into_iter().flatten().collect());
+    add(base(), 8, &|c| [Some(c.receive()), Some(c.report()), c.index(), Some(c.route(true, IndexType::I32))].into_iter().flatten().collect());
     let both = |c: &Choice| vec![c.payload(some), c.payload(many)];
     let arranged = |c: &Choice| vec![c.route(false, IndexType::I64), c.payload(many), c.arrange(false, some), c.arrange(false, many)];
     add(Config { quantize: Some(Quantize::F32), ..base() }, 8, &both);
@@ -279,7 +285,7 @@ mod tests {
                 assert!(a.text() != b.text(), "{} and {} are one", a.name, b.name);
             }
         }
-        for entry in ["route", "low_latency", "payload", "receive", "arrange", "index_rows"] {
+        for entry in ["route", "low_latency", "payload", "receive", "arrange", "index_rows", "report"] {
             assert!(programs.iter().any(|program| program.entry == entry), "{entry}");
         }
     }

@@ -5,7 +5,7 @@
 use rayon::prelude::*;
 
 use super::launch::IndexType;
-use super::params::{ArrangeParameters, IndexParameters, LowLatencyParameters, PayloadParameters, ReceiveParameters, RouteParameters};
+use super::params::{ArrangeParameters, IndexParameters, LowLatencyParameters, PayloadParameters, ReceiveParameters, ReportParameters, RouteParameters};
 use super::spec::{KERNELS, Kind, Row, Spec};
 use crate::ep::device::memory::{DeviceLayout, MAX_ROUTE_BLOCKS, STATIC_SMEM_BYTES};
 use crate::ep::device::shape::{self, Shape, Waiting};
@@ -154,6 +154,11 @@ impl Choice {
         Some(self.spec(threads as u32, Kind::Index { most_local, record_bytes }))
     }
 
+    pub fn report(&self) -> Spec {
+        let row_k = if self.shape.is_by_expert() { 1 } else { self.shape.k };
+        self.spec(256, Kind::Report { row_k, record_bytes: self.row.record_bytes }) // 256: arbitrary
+    }
+
     /// Blocks of a grid when the phase may occupy only so many multiprocessors.
     fn within(&self, blocks: u32) -> u32 {
         self.phase().sms.map_or(blocks, |sms| blocks.min(sms)).max(1)
@@ -205,6 +210,7 @@ pub(crate) struct Loaded {
     /// By `REPLAY`, by class.
     pub(super) arrange: Option<[[shape::Loaded<ArrangeParameters>; 3]; 2]>,
     pub(super) index: Option<shape::Loaded<IndexParameters>>,
+    pub(super) report: shape::Loaded<ReportParameters>,
     most_waiting: u32,
 }
 
@@ -239,6 +245,7 @@ impl Loaded {
                 Some(spec) => Some(of(device, &choice, spec)?),
                 None => None,
             },
+            report: of(device, &choice, choice.report())?,
             most_waiting: u32::MAX,
             choice,
         })
@@ -292,7 +299,7 @@ impl Choice {
 
     /// Every kernel that a call may choose.
     pub fn all(&self) -> Vec<Spec> {
-        let mut all = vec![self.replay(), self.receive()];
+        let mut all = vec![self.replay(), self.receive(), self.report()];
         for (small, index) in [(false, IndexType::I32), (false, IndexType::I64), (true, IndexType::I32), (true, IndexType::I64)] {
             all.push(self.route(small, index));
             if self.staged_rows > 0 {
