@@ -70,6 +70,15 @@ struct e5m2fnuz {
 #define PARAMETERS(type) const __grid_constant__ type
 #endif
 
+// Loops whose steps each make a mask of lanes: so many steps at once. AMD keeps masks in scalar registers, a hundred of them, and a loop that may have
+// any number of steps is not to be unrolled there either.
+#if PLATFORM_AMD
+#define MASK_LOOP _Pragma("unroll 1")
+#else
+#define MASK_LOOP
+#endif
+constexpr u32 MASKS_AT_ONCE = PLATFORM_AMD ? 1 : 8;
+
 // Place in the grid.
 
 DEVICE u32 thread_idx() {

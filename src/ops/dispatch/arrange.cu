@@ -33,7 +33,7 @@ struct ArrangeParameters {
     u32 rows_per_expert;
     Rank me;
 };
-static_assert(__builtin_offsetof(ArrangeParameters, me) == 112 && sizeof(ArrangeParameters) == 112 + sizeof(Rank), "The host fills in the same struct.");
+static_assert(sizeof(ArrangeParameters) == 112 + sizeof(Rank), "The host fills in the same struct.");
 
 // The words of a slot in a column-major matrix; null is all zeros. All lanes take part.
 DEVICE void put_column_scales(const ArrangeParameters& p, u32 slot, const u8* bytes, u32 lane) {

@@ -28,7 +28,7 @@ struct LowLatencyParameters {
     u32 x_rows; // rows of x that may be read
     Rank me;
 };
-static_assert(__builtin_offsetof(LowLatencyParameters, me) == 192 && sizeof(LowLatencyParameters) == 192 + sizeof(Rank), "The host fills in the same struct.");
+static_assert(sizeof(LowLatencyParameters) == 192 + sizeof(Rank), "The host fills in the same struct.");
 
 struct Shared {
     alignas(16) char records[TILE][ROUTE_BYTES];
@@ -65,7 +65,7 @@ DEVICE void route_tile(const LowLatencyParameters& p, Shared& s, u32 first, u32 
             if (WORLD > WARP && lane + WARP < WORLD) high += s.warp_totals[w][lane + WARP];
         }
         u32 num = 0;
-#pragma unroll 8
+#pragma unroll MASKS_AT_ONCE
         for (u32 r = 0; r < WORLD; r++) {
             const bool goes = mask >> r & 1;
             const u64 lanes = lanes_where(goes);

@@ -15,7 +15,7 @@ struct RouteParameters {
     u64* block_words; // [MAX_BLOCKS, NUM_WORDS]
     Rank me;
 };
-static_assert(__builtin_offsetof(RouteParameters, me) == 152 && sizeof(RouteParameters) == 152 + sizeof(Rank), "The host fills in the same struct.");
+static_assert(sizeof(RouteParameters) == 152 + sizeof(Rank), "The host fills in the same struct.");
 
 static_assert(THREADS >= 2 * WARP, "The second warp has work of its own.");
 constexpr u32 TILE = MOST_TILE < THREADS ? MOST_TILE : THREADS; // tokens routed at a time
@@ -39,9 +39,11 @@ DEVICE void store_totals(Shared& s, u32 warp, u32 lane, u32 low, u32 high) {
     if (WORLD > WARP && lane + WARP < WORLD) s.warp_totals[warp][lane + WARP] = high;
 }
 
+constexpr u32 WARPS_AT_ONCE = PLATFORM_AMD ? 1 : NUM_WARPS; // as MASKS_AT_ONCE
+
 DEVICE u32 total_below(const Shared& s, u32 warp, u32 rank) {
     u32 sum = 0;
-#pragma unroll
+#pragma unroll WARPS_AT_ONCE
     for (u32 w = 0; w < NUM_WARPS; w++) sum += w < warp ? s.warp_totals[w][rank] : 0;
     return sum;
 }
@@ -167,7 +169,7 @@ KERNEL_UNROUNDED(THREADS) route(PARAMETERS(RouteParameters) p) {
             const u32 before_high = WORLD > WARP && lane + WARP < WORLD ? base_high + total_below(s, warp, lane + WARP) : 0;
             u32 num = 0;
             u32* to = call.sent + (u64)token * NUM_DESTINATIONS;
-#pragma unroll 8
+#pragma unroll MASKS_AT_ONCE
             for (u32 r = 0; r < WORLD; r++) {
                 const bool goes = mask >> r & 1;
                 const u64 lanes = lanes_where(goes);

@@ -68,6 +68,7 @@ template <u32 TILE> DEVICE void place_experts(ExpertTile<TILE>& tile, const i32 
             positions[r] = NONE;
             if (ids[r] < 0) continue;
             u32 n = tile.running[ids[r]];
+            MASK_LOOP
             for (u32 w = 0; w < thread / 32; w++) n += num_bits(tile.bits[ids[r]][w]);
             positions[r] = n + num_bits(tile.bits[ids[r]][thread / 32] & ((1u << thread % 32) - 1));
         }
@@ -75,6 +76,7 @@ template <u32 TILE> DEVICE void place_experts(ExpertTile<TILE>& tile, const i32 
     block_barrier();
     for (u32 e = thread; e < EXPERTS; e += THREADS) {
         u32 n = tile.running[e];
+        MASK_LOOP
         for (u32 w = 0; w < TILE / 32; w++) n += num_bits(tile.bits[e][w]);
         tile.running[e] = n;
     }
@@ -115,7 +117,7 @@ DEVICE u64 destinations(const Rank& me, const Call& call, u32 token, Routes& rou
 
 // The tokens of this warp for each rank: lane r % WARP holds the count of rank r, for r below WARP in `low`, above in `high`.
 DEVICE void count_lanes(u64 mask, u32 lane, u32& low, u32& high) {
-#pragma unroll 8
+#pragma unroll MASKS_AT_ONCE
     for (u32 r = 0; r < WORLD; r++) {
         const u32 n = num_bits(lanes_where(mask >> r & 1));
         if (lane == r % WARP) (r < WARP ? low : high) += n;
@@ -288,7 +290,7 @@ DEVICE bool decide(const Rank& me, const Call& call, const u32 (&matrix)[WORLD][
 #pragma unroll 1
     for (u32 r = lane; r < WORLD; r += WARP) {
         u32 demand = 0, base = 0, start = 0;
-#pragma unroll 8
+#pragma unroll MASKS_AT_ONCE
         for (u32 sender = 0; sender < WORLD; sender++) {
             const u32 n = matrix[sender][r];
             demand += n;

@@ -127,7 +127,7 @@ impl crate::gpu::Spec for Spec {
             Kind::Route { small, replay, index } => {
                 constants.extend(routing(small, replay, index));
                 let what = format!("{}{}", if replay { "replay" } else { index.name() }, small_text(small));
-                ("route", ROUTE, what, 96)
+                ("route", ROUTE, what, 128)
             }
             Kind::LowLatency { small, index, row_bytes, parts, staged_rows } => {
                 constants.extend(routing(small, false, index));
@@ -138,7 +138,7 @@ impl crate::gpu::Spec for Spec {
                     int("UNROLL", 1), // a part is a group of lanes or a little more
                     int("STAGED_ROWS", staged_rows.into()),
                 ]);
-                ("low_latency", LOW_LATENCY, format!("{row_bytes} bytes, {parts} parts, {}{}", index.name(), small_text(small)), 128)
+                ("low_latency", LOW_LATENCY, format!("{row_bytes} bytes, {parts} parts, {}{}", index.name(), small_text(small)), 168)
             }
             Kind::Payload { row, split, stream, measure } => {
                 let in_transit = shape.is_by_expert();

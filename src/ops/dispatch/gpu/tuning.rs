@@ -127,6 +127,8 @@ impl Choice {
     /// At most `most` vectors of a lane, and as many as registers hold: derived from what the kernels need beside them.
     fn split(&self, parts: u32, threads: u32, most: u32) -> Split {
         let beside = if self.row.quantize.is_some() { 88 } else { 56 };
+        // 16 vectors of x: above that the wider forms of them spill on RDNA, whose threads have as many registers as NVIDIA's.
+        let most = if self.row.quantize.is_some() { 16 / self.row.x_vectors() } else { most };
         let unroll = registers(threads).saturating_sub(beside) / (4 * self.row.x_vectors());
         Split::new(self.row.num_vectors(), parts, unroll.min(most), self.row.align(self.shape.is_by_expert()))
     }
