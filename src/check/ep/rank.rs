@@ -127,7 +127,8 @@ impl Walk<'_> {
         match *step {
             Step::Dispatch { batch, routing, phase } => self.dispatch(s, &self.prepared.script.batches[batch], routing, phase, faults),
             Step::Replay { batch, routing, phase } => {
-                let tensors = Inputs::new(&self.place, self.config(), &self.prepared.script.batches[batch], self.rank);
+                let batch = &self.prepared.script.batches[batch];
+                let tensors = Inputs::new(&self.place, self.config(), batch, self.rank, self.routings[routing].num_tokens());
                 let payload = Payload { x: tensors.x.view()?, scales: tensors.scales.as_ref().map(Matrix::view).transpose()? };
                 if phase == Phase::Send {
                     let sent = self.ep.replay_send(&self.routings[routing], &payload)?;
@@ -149,7 +150,7 @@ impl Walk<'_> {
     }
 
     fn dispatch(&mut self, s: usize, batch: &Batch, routing: usize, phase: Phase, faults: &mut Vec<Failed>) -> Result<()> {
-        let tensors = Inputs::new(&self.place, self.config(), batch, self.rank);
+        let tensors = Inputs::new(&self.place, self.config(), batch, self.rank, 0);
         let input = tensors.dispatch_input()?;
         if phase == Phase::Send {
             let mut sent = self.ep.dispatch_send(&mut self.routings[routing], &input);
@@ -256,7 +257,7 @@ impl Walk<'_> {
                 self.received(step, routing, arrival, faults)
             }
             Pending::Combine { sent, routing, sums } => {
-                let mut output = Output::new(&self.place, self.config(), &sums, self.rank);
+                let mut output = Output::new(&self.place, self.config(), &sums, self.rank, self.routings[routing].num_tokens());
                 self.ep.combine_receive(&self.routings[routing], sent, output.tensors()?)?;
                 output.fetch()?;
                 output.check(&sums, self.rank, &mut self.out, &mut self.hasher, faults);
@@ -293,7 +294,7 @@ impl Walk<'_> {
             self.pending.push_back(Pending::Combine { sent, routing: live.routing, sums: sums.clone() });
             return Ok(());
         }
-        let mut output = Output::new(&self.place, config, sums, self.rank);
+        let mut output = Output::new(&self.place, config, sums, self.rank, routing.num_tokens());
         self.ep.combine(routing, live.arrival, &input, output.tensors()?)?;
         output.fetch()?;
         output.check(sums, self.rank, &mut self.out, &mut self.hasher, faults);
@@ -334,10 +335,12 @@ struct Inputs {
 }
 
 impl Inputs {
-    fn new(place: &Place, config: &Config, batch: &Batch, rank: usize) -> Self {
+    /// With at least `min_rows` rows: as many as a host must reckon with that does not know how many there are.
+    fn new(place: &Place, config: &Config, batch: &Batch, rank: usize, min_rows: usize) -> Self {
         let Batch { ranks, ids, count, padded, .. } = batch;
         let tokens = &ranks[rank];
         let extra = if *count == Count::All { 0 } else { EXTRA_ROWS };
+        let extra = extra.max(min_rows.saturating_sub(tokens.num_tokens));
         let rows = tokens.num_tokens + extra;
         // Routes behind the last token are valid, so that reading them changes counts.
         let topk_idx: Vec<i64> = tokens.topk_idx.iter().copied().chain(std::iter::repeat_n(0, extra * config.k)).collect();
@@ -408,11 +411,11 @@ struct Output {
 }
 
 impl Output {
-    fn new(place: &Place, config: &Config, sums: &Sums, rank: usize) -> Self {
+    fn new(place: &Place, config: &Config, sums: &Sums, rank: usize, min_rows: usize) -> Self {
         let (dtype, hidden, k) = (config.combine_dtype, config.hidden, config.k);
         let num_tokens = sums.out[rank].len() / (hidden * dtype.size());
         let padded = num_tokens % 2 == 1;
-        let rows = num_tokens + if padded { EXTRA_ROWS } else { 0 };
+        let rows = min_rows.max(num_tokens + if padded { EXTRA_ROWS } else { 0 });
         Output {
             out: Matrix::poisoned(place, dtype, rows, hidden, padded, 16),
             add_to: sums.add_to[rank]
