@@ -156,6 +156,17 @@ pub(crate) fn blocks_for(num_items: u64, threads: u32) -> u32 {
     u32::try_from(num_items.div_ceil(u64::from(threads / LANES))).unwrap_or(u32::MAX).max(1)
 }
 
+/// Each once, in their order.
+pub(crate) fn without_repeats<T: PartialEq>(all: Vec<T>) -> Vec<T> {
+    let mut unique: Vec<T> = Vec::with_capacity(all.len());
+    for one in all {
+        if !unique.contains(&one) {
+            unique.push(one);
+        }
+    }
+    unique
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
