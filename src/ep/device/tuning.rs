@@ -138,8 +138,7 @@ impl Split {
         };
         let is_valid = |parts: &u32| *parts == 1 || num_vectors.div_ceil(*parts).is_multiple_of(align);
         // What is whole is only better while it is near to what is wanted: 4 times is arbitrary.
-        let rank =
-            |&(not_whole, distance, parts, _): &(bool, u32, u32, u32)| (not_whole || distance >= 400, distance, parts);
+        let rank = |&(not_whole, distance, parts, _): &(bool, u32, u32, u32)| (not_whole || distance >= 400, distance, parts);
         let best = (1..=groups).filter(is_valid).map(split).min_by_key(rank);
         let (_, _, parts, unroll) = best.unwrap_or((true, 0, 1, 1)); // there is always 1 part
         Split { parts: parts as u16, unroll: unroll as u16 }
