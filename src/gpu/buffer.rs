@@ -86,6 +86,8 @@ impl Buffer {
         if bytes.is_empty() {
             return Ok(());
         }
+        // A copy of pageable memory that waits for the stream inside the driver keeps other threads out of it, so also those that this work waits for.
+        stream.synchronize()?;
         let bound = self.device.bind()?;
         // SAFETY: the range lies in this allocation; `bytes` is borrowed until the stream is synchronised below.
         unsafe { self.device.driver().copy_to_device(to, bytes.as_ptr().cast(), bytes.len(), stream.raw()) }?;
@@ -99,6 +101,7 @@ impl Buffer {
         if bytes.is_empty() {
             return Ok(());
         }
+        stream.synchronize()?; // as in `upload`
         let bound = self.device.bind()?;
         // SAFETY: the range lies in this allocation; `bytes` is borrowed until the stream is synchronised below.
         unsafe { self.device.driver().copy_to_host(bytes.as_mut_ptr().cast(), from, bytes.len(), stream.raw()) }?;

@@ -140,6 +140,8 @@ impl Stream {
             return Ok(bytes);
         }
         let from = self.of_this_device("read", view.device())?;
+        // A copy of pageable memory that waits for the stream inside the driver keeps other threads out of it, so also those that this work waits for.
+        self.synchronize()?;
         let bound = self.device().bind()?;
         // SAFETY: the view covers these bytes of the device; `bytes` is borrowed until the stream is synchronised below.
         unsafe { self.device().driver().copy_to_host(bytes.as_mut_ptr().cast(), from, bytes.len(), self.raw()) }?;
@@ -161,6 +163,7 @@ impl Stream {
             return Ok(());
         }
         let to = self.of_this_device("write", view.device())?;
+        self.synchronize()?; // as in `read`
         let bound = self.device().bind()?;
         // SAFETY: the view covers these bytes of the device; `bytes` is borrowed until the stream is synchronised below.
         unsafe { self.device().driver().copy_to_device(to, bytes.as_ptr().cast(), len, self.raw()) }?;

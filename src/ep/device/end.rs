@@ -46,6 +46,8 @@ pub(crate) struct End {
 /// Records of objects that are gone. Freeing pinned memory waits for all work of the device, which may wait for the rank that frees.
 static SPARE_RECORDS: Mutex<Vec<Pinned>> = Mutex::new(Vec::new());
 
+static LOADING: Mutex<()> = Mutex::new(());
+
 impl End {
     /// Collective: fails on all ranks or on none.
     pub fn new(world: &World, cuda: &Cuda, config: &Config, plan: &Plan, timeout: Result<Duration>, tuning: Tuning) -> Result<Self> {
@@ -61,7 +63,10 @@ impl End {
         let memories = member.exchange_device_memory(OP, device, memory)?;
         let holder = Holder::of(world);
         let own = || -> Result<_> {
+            // One rank of a process after the other: the first compiles with all threads, the others find its kernels.
+            let loading = lock(&LOADING);
             let mut kernels = ObjectKernels::load(device, config, plan, &layout, ranks_on_device, tuning)?;
+            drop(loading);
             let permit = permit(device, holder, ranks_here, &mut kernels, tuning)?;
             let private = Shareable::new(device, layout.private.num_bytes)?;
             let stream = cuda.stream();

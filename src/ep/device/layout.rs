@@ -82,7 +82,7 @@ pub(crate) struct Place {
 /// One rank, as every kernel knows it: `Rank` of layout.cuh, the end of every parameter struct. Kernels declare `peers[WORLD]`, and the driver copies
 /// as much as they declare.
 #[repr(C)]
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Pod, Zeroable)]
 pub(crate) struct RankParameters {
     pub timeout_ns: u64,
     /// Offset of the words in every rank's memory.
@@ -145,8 +145,56 @@ const _: () = {
 };
 
 #[cfg(test)]
-mod tests {
+pub(crate) mod tests {
     use super::*;
+
+    /// The fields of a struct of device code: names, in order, and whether each is of 32 bits.
+    fn device_fields(text: &str, name: &str) -> Vec<(String, bool)> {
+        let (_, rest) = text.split_once(&format!("struct {name} {{\n")).unwrap_or_else(|| panic!("no struct {name}"));
+        let (body, _) = rest.split_once("\n};").unwrap();
+        let lines = body.lines().map(|line| line.split("//").next().unwrap().trim()).filter(|line| !line.is_empty());
+        let field = |line: &str| {
+            let declaration = line.strip_suffix(';').unwrap_or_else(|| panic!("{line}"));
+            let (ty, name) = declaration.split('[').next().unwrap().rsplit_once(' ').unwrap();
+            (name.to_owned(), ty == "u32")
+        };
+        lines.map(field).collect()
+    }
+
+    /// Fails unless the struct of device code has the fields of this one, which prints them, in their order; `words` are those of 32 bits.
+    pub(crate) fn assert_same_fields(text: &str, name: &str, printed: &str, words: &[&str]) {
+        let top = printed.lines().filter_map(|line| line.strip_prefix("    ").filter(|rest| !rest.starts_with([' ', '}', ']'])));
+        let fields: Vec<String> = top.map(|line| line.split(':').next().unwrap().to_owned()).collect();
+        let device = device_fields(text, name);
+        assert_eq!(fields, device.iter().map(|(field, _)| field.clone()).collect::<Vec<_>>(), "{name}");
+        let short: Vec<&str> = device.iter().filter(|(_, is_short)| *is_short).map(|(field, _)| field.as_str()).collect();
+        assert_eq!(short, words, "{name}");
+    }
+
+    #[test]
+    fn structs_are_those_of_the_kernels() {
+        let text = include_str!("../layout.cuh");
+        let same = |name: &str, printed: String, words: &[&str]| assert_same_fields(text, name, &printed, words);
+        same("Failure", format!("{:#?}", Failure::zeroed()), &[]);
+        same("State", format!("{:#?}", State::zeroed()), &["arrived", "stored"]);
+        same("HostRecord", format!("{:#?}", HostRecord::zeroed()), &[]);
+        let head = BankHead { num_rows: 0, num_dropped: 0, num_arrivals: 0, is_valid: 0, arrival_start: [0; 65], spare: [0; 3] };
+        let all = ["num_rows", "num_dropped", "num_arrivals", "is_valid", "arrival_start", "spare"];
+        same("BankHead", format!("{head:#?}"), &all);
+        same("RoutingHead", format!("{:#?}", RoutingHead::zeroed()), &["num_tokens", "num_dropped", "arrival_base"]);
+        same("Place", format!("{:#?}", Place::zeroed()), &["slot", "room"]);
+        same("Rank", format!("{:#?}", RankParameters::zeroed()), &["rank", "bank"]);
+        for (name, size) in [
+            ("Failure", size_of::<Failure>()),
+            ("State", size_of::<State>()),
+            ("HostRecord", size_of::<HostRecord>()),
+            ("BankHead", size_of::<BankHead>()),
+            ("RoutingHead", size_of::<RoutingHead>()),
+        ] {
+            assert!(text.contains(&format!("static_assert(sizeof({name}) == {size},")), "{name}");
+        }
+        assert!(text.contains(&format!("static_assert(sizeof(Rank) == {} + 8 * WORLD,", offset_of!(RankParameters, peers))));
+    }
 
     #[test]
     fn words_follow_each_other() {

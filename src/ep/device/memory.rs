@@ -332,6 +332,7 @@ mod tests {
         let c = Config { max_tokens: crate::ep::MAX_TOKENS, k: 32, max_rows: Some(1), ..base() };
         assert!(DeviceLayout::new(&c, &c.plan(64).unwrap()).is_ok());
         let mut at = Cursor(0);
+        assert!(at.take(&[1 << 63, 2], 1).is_err(), "the product is 0 in 64 bits");
         assert!(at.take(&[usize::MAX / 2, 3], 1).is_err());
         assert!(at.take(&[isize::MAX as usize], 1).is_err());
         assert_eq!(at.0, 0);

@@ -81,7 +81,7 @@ impl Tokens {
 }
 
 /// Numbers of tokens that are launched alike, but for the number of blocks.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub(crate) enum Class {
     /// A decoding step: latency is all.
     Few = 0,
@@ -137,9 +137,8 @@ impl Split {
             (!is_whole, distance, parts, unroll)
         };
         let is_valid = |parts: &u32| *parts == 1 || num_vectors.div_ceil(*parts).is_multiple_of(align);
-        // A whole split that is far from what is wanted is worse than one that is not whole: 4 is arbitrary.
-        let rank =
-            |&(not_whole, distance, parts, _): &(bool, u32, u32, u32)| (not_whole && distance < 400 || distance >= 400, distance, parts);
+        // What is whole is only better while it is near to what is wanted: 4 times is arbitrary.
+        let rank = |&(not_whole, distance, parts, _): &(bool, u32, u32, u32)| (not_whole || distance >= 400, distance, parts);
         let best = (1..=groups).filter(is_valid).map(split).min_by_key(rank);
         let (_, _, parts, unroll) = best.unwrap_or((true, 0, 1, 1)); // there is always 1 part
         Split { parts: parts as u16, unroll: unroll as u16 }
@@ -154,6 +153,17 @@ pub(crate) fn registers(threads: u32) -> u32 {
 /// Blocks of `warps` warps for so many items of work, a warp each.
 pub(crate) fn blocks_for(num_items: u64, threads: u32) -> u32 {
     u32::try_from(num_items.div_ceil(u64::from(threads / LANES))).unwrap_or(u32::MAX).max(1)
+}
+
+/// Each once, in their order.
+pub(crate) fn without_repeats<T: PartialEq>(all: Vec<T>) -> Vec<T> {
+    let mut unique: Vec<T> = Vec::with_capacity(all.len());
+    for one in all {
+        if !unique.contains(&one) {
+            unique.push(one);
+        }
+    }
+    unique
 }
 
 #[cfg(test)]

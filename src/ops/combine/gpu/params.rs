@@ -1,10 +1,12 @@
 //! The structs that the kernels of combine take, by the names and in the order of their sources.
 #![forbid(unsafe_code)]
 
+use bytemuck::{Pod, Zeroable};
+
 use crate::ep::device::layout::RankParameters;
 
 #[repr(C)]
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Pod, Zeroable)]
 pub(super) struct PrepareParameters {
     pub arrival: u64,
     pub y: u64,
@@ -22,13 +24,13 @@ pub(super) struct PrepareParameters {
 }
 
 #[repr(C)]
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Pod, Zeroable)]
 pub(super) struct SendParameters {
     pub me: RankParameters,
 }
 
 #[repr(C)]
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Pod, Zeroable)]
 pub(super) struct CombineParameters {
     pub routing: u64,
     pub sent: u64,
@@ -56,3 +58,24 @@ const _: () = {
     assert!(offset_of!(SendParameters, me) == 0);
     assert!(offset_of!(CombineParameters, me) == 120);
 };
+
+#[cfg(test)]
+mod tests {
+    use std::mem::offset_of;
+
+    use super::*;
+    use crate::ep::device::layout::tests::assert_same_fields;
+
+    #[test]
+    fn structs_are_those_of_the_kernels() {
+        let text = include_str!("../prepare.cu");
+        assert_same_fields(text, "PrepareParameters", &format!("{:#?}", PrepareParameters::zeroed()), &["rows", "spare"]);
+        let size = offset_of!(PrepareParameters, me);
+        assert!(text.contains(&format!("static_assert(sizeof(PrepareParameters) == {size} + sizeof(Rank),")));
+        let text = include_str!("../combine.cu");
+        assert_same_fields(text, "CombineParameters", &format!("{:#?}", CombineParameters::zeroed()), &["max_rows", "max_tokens"]);
+        let size = offset_of!(CombineParameters, me);
+        assert!(text.contains(&format!("static_assert(sizeof(CombineParameters) == {size} + sizeof(Rank),")));
+        assert_same_fields(include_str!("../send.cu"), "SendParameters", &format!("{:#?}", SendParameters::zeroed()), &[]);
+    }
+}

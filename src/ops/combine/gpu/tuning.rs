@@ -7,7 +7,7 @@ use rayon::prelude::*;
 use super::params::{CombineParameters, PrepareParameters, SendParameters};
 use super::spec::{Add, KERNELS, Kind, Row, Spec};
 use crate::ep::device::shape::{self, Shape, Waiting};
-use crate::ep::device::tuning::{Class, LANES, PhaseTuning, Split, Tokens, Tuning, blocks_for, registers};
+use crate::ep::device::tuning::{Class, LANES, PhaseTuning, Split, Tokens, Tuning, blocks_for, registers, without_repeats};
 use crate::ep::{Config, Plan};
 use crate::error::Result;
 use crate::gpu::Device;
@@ -25,6 +25,8 @@ pub(super) struct Choice {
     pub shape: Shape,
     pub row: Row,
     pub has_fold: bool,
+    /// No call has more, so neither do classes of calls.
+    pub max_tokens: u32,
     pub ranks_on_device: u32,
     pub num_sms: u32,
     pub tuning: Tuning,
@@ -42,7 +44,7 @@ pub(super) struct Mapping {
 impl Choice {
     pub fn new(c: &Config, p: &Plan, (ranks_on_device, num_sms): (u32, u32), tuning: Tuning) -> Self {
         let ranks_on_device = ranks_on_device.max(1);
-        Choice { shape: Shape::new(c, p), row: Row::new(c, p), has_fold: c.fold_weights, ranks_on_device, num_sms, tuning }
+        Choice { shape: Shape::new(c, p), row: Row::new(c, p), has_fold: c.fold_weights, max_tokens: c.max_tokens as u32, ranks_on_device, num_sms, tuning }
     }
 
     fn phase(&self) -> PhaseTuning {
@@ -67,7 +69,12 @@ impl Choice {
         self.row.sums || self.row.is_converted()
     }
 
+    fn reachable(&self, class: Class) -> Class {
+        class.min(Class::of(self.max_tokens))
+    }
+
     pub fn mapping(&self, class: Class) -> Mapping {
+        let class = self.reachable(class);
         let chosen = match class {
             _ if self.phase().sms.is_some() => 512,
             Class::Few if self.is_small_world() => 512,
@@ -102,7 +109,7 @@ impl Choice {
     fn prepare_parts(&self, class: Class) -> u32 {
         // In groups of 8 lanes of 16 elements, 4 of them a warp's step; arbitrary: all of a row's steps at once when rows are few.
         let steps = self.row.hidden.div_ceil(16 * LANES);
-        if class == Class::Many { 1 } else { steps }
+        if self.reachable(class) == Class::Many { 1 } else { steps }
     }
 
     pub fn prepare(&self, class: Class, with_rows: bool) -> Spec {
@@ -143,7 +150,7 @@ impl Choice {
         if self.has_fold {
             all.push(self.prepare(Class::Few, false));
         }
-        all
+        without_repeats(all)
     }
 
     /// What a call may ask for.
@@ -219,5 +226,94 @@ impl Loaded {
 
     pub(super) fn combine_blocks(&self, tokens: Tokens, class: Class, kernel: &shape::Loaded<CombineParameters>) -> u32 {
         self.choice.combine_blocks(tokens, class).min(kernel.most_blocks).min(self.most_waiting)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::ep::{Layout, Reduce, Wire};
+    use crate::tensor::DType;
+
+    fn base() -> Config {
+        Config::new(7168, DType::BF16, 256, 8, 4096)
+    }
+
+    /// Of ranks that share an H200.
+    fn choice(config: &Config, world: usize, tuning: Tuning) -> Choice {
+        Choice::new(config, &config.plan(world).unwrap(), (world as u32, 132), tuning)
+    }
+
+    /// Blocks, threads, parts, vectors at a time.
+    fn combine(c: &Choice, num_tokens: u32) -> (u32, u32, u16, u16) {
+        let class = Class::of(num_tokens);
+        let Mapping { threads, split, .. } = c.mapping(class);
+        (c.combine_blocks(Tokens::exactly(num_tokens), class), threads, split.parts, split.unroll)
+    }
+
+    #[test]
+    fn what_was_measured_best() {
+        let (two, eight) = (choice(&base(), 2, Tuning::default()), choice(&base(), 8, Tuning::default()));
+        // At 4096 tokens as many blocks as run at once.
+        assert_eq!([0, 1, 128, 4096].map(|t| combine(&two, t)), [(1, 512, 28, 1), (2, 512, 28, 1), (112, 256, 7, 2), (256, 512, 1, 2)]);
+        assert_eq!([1, 128, 4096].map(|t| combine(&eight, t)), [(4, 256, 28, 1), (112, 256, 7, 1), (256, 512, 1, 2)]);
+        assert_eq!(Class::ALL.map(|class| two.mapping(class).stream), [false, false, true]);
+        assert_eq!(Class::ALL.map(|class| eight.mapping(class).max_group), [8, 8, 8]);
+    }
+
+    #[test]
+    fn rows_in_flight_fit_in_registers() {
+        let by_expert = Config { layout: Layout::ByExpert { segment_align: 1 }, ..base() };
+        let forms = [
+            base(),
+            Config { k: 32, reduce: Reduce::AtSource, ..by_expert.clone() },
+            Config { reduce: Reduce::AtRankF32, ..by_expert },
+            Config { wire: Wire::Fp8Block, ..base() },
+            Config { combine_dtype: DType::F32, ..base() },
+        ];
+        for config in forms {
+            for threads in [64, 256, 512, 1024] {
+                let phase = PhaseTuning { geometry: Some((10, threads)), sms: None };
+                let c = choice(&config, 8, Tuning { combine: phase, ..Tuning::default() });
+                for class in Class::ALL {
+                    let Mapping { split, max_group, .. } = c.mapping(class);
+                    let group = max_group.min(c.most_terms());
+                    let words = group * u32::from(split.unroll) * c.row.piece_words();
+                    assert!(group >= 1 && words <= 64 && words + 48 <= registers(threads), "{config:?} {threads}: {words}");
+                    assert_eq!(combine(&c, 100).0, 10);
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn few_multiprocessors() {
+        let phase = PhaseTuning { geometry: None, sms: Some(4) };
+        let c = choice(&base(), 2, Tuning { combine: phase, ..Tuning::default() });
+        assert_eq!([1, 4096].map(|t| combine(&c, t)), [(2, 512, 28, 1), (4, 512, 1, 2)]);
+        assert_eq!(c.prepare_blocks(Tokens::exactly(4096), Class::Many), 4);
+    }
+
+    #[test]
+    fn rows_are_prepared_when_they_change() {
+        let of = |config: Config| choice(&config, 2, Tuning::default()).prepares_in_place();
+        let by_expert = Config { layout: Layout::ByExpert { segment_align: 1 }, ..base() };
+        assert!(!of(base()) && of(Config { wire: Wire::Fp8Direct, ..base() }));
+        assert!(of(by_expert.clone()) && !of(Config { reduce: Reduce::AtSource, ..by_expert }));
+    }
+
+    #[test]
+    fn every_kernel_of_a_call_is_loaded_before() {
+        for has_fold in [false, true] {
+            let c = choice(&Config { fold_weights: has_fold, ..base() }, 4, Tuning::default());
+            let all = c.all();
+            for class in Class::ALL {
+                for add in [Add::Nothing, Add::Value, Add::F32] {
+                    assert!(all.contains(&c.combine(class, add, false)) && all.contains(&c.combine(class, add, true)) == has_fold);
+                }
+                assert!(all.contains(&c.prepare(class, true)));
+            }
+            assert_eq!(all.contains(&c.prepare(Class::Few, false)), has_fold);
+        }
     }
 }

@@ -1,11 +1,13 @@
 //! The structs that the kernels of dispatch take, by the names and in the order of their sources.
 #![forbid(unsafe_code)]
 
+use bytemuck::{Pod, Zeroable};
+
 use crate::ep::device::layout::RankParameters;
 
 /// `Call` of routing.cuh.
 #[repr(C)]
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Pod, Zeroable)]
 pub(super) struct CallParameters {
     pub topk_idx: u64,
     /// 0: all 1.
@@ -34,7 +36,7 @@ pub(super) struct CallParameters {
 }
 
 #[repr(C)]
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Pod, Zeroable)]
 pub(super) struct RouteParameters {
     pub call: CallParameters,
     pub block_words: u64,
@@ -42,7 +44,7 @@ pub(super) struct RouteParameters {
 }
 
 #[repr(C)]
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Pod, Zeroable)]
 pub(super) struct LowLatencyParameters {
     pub call: CallParameters,
     pub x: u64,
@@ -56,7 +58,7 @@ pub(super) struct LowLatencyParameters {
 }
 
 #[repr(C)]
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Pod, Zeroable)]
 pub(super) struct PayloadParameters {
     pub x: u64,
     pub x_stride: u64,
@@ -82,14 +84,14 @@ pub(super) struct PayloadParameters {
 }
 
 #[repr(C)]
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Pod, Zeroable)]
 pub(super) struct ReceiveParameters {
     pub counts: u64,
     pub me: RankParameters,
 }
 
 #[repr(C)]
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Pod, Zeroable)]
 pub(super) struct ArrangeParameters {
     pub arrival: u64,
     pub arriving: u64,
@@ -110,7 +112,7 @@ pub(super) struct ArrangeParameters {
 }
 
 #[repr(C)]
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Pod, Zeroable)]
 pub(super) struct IndexParameters {
     pub arrival: u64,
     pub records: u64,
@@ -154,3 +156,34 @@ const _: () = {
     assert!(offset_of!(IndexParameters, me) == 64);
     assert!(offset_of!(ReportParameters, me) == 72);
 };
+
+#[cfg(test)]
+mod tests {
+    use std::mem::offset_of;
+
+    use super::*;
+    use crate::ep::device::layout::tests::assert_same_fields;
+
+    macro_rules! same {
+        ($file:literal, $name:ident, $words:expr) => {
+            let text = include_str!(concat!("../", $file));
+            assert_same_fields(text, stringify!($name), &format!("{:#?}", $name::zeroed()), &$words);
+            let size = concat!("static_assert(sizeof(", stringify!($name), ") == ");
+            assert!(text.contains(&format!("{size}{} + sizeof(Rank),", offset_of!($name, me))), stringify!($name));
+        };
+    }
+
+    #[test]
+    fn structs_are_those_of_the_kernels() {
+        let text = include_str!("../routing.cuh");
+        let words = ["num_tokens", "max_tokens", "max_rows", "spare", "segment_align", "rows_per_expert"];
+        assert_same_fields(text, "Call", &format!("{:#?}", CallParameters::zeroed()), &words);
+        assert!(text.contains(&format!("static_assert(sizeof(Call) == {},", size_of::<CallParameters>())));
+        same!("route.cu", RouteParameters, []);
+        same!("low_latency.cu", LowLatencyParameters, ["copies", "x_rows"]);
+        same!("payload.cu", PayloadParameters, ["max_rows", "max_tokens", "x_rows", "waits", "triggers", "spare"]);
+        same!("receive.cu", ReceiveParameters, []);
+        same!("arrange.cu", ArrangeParameters, ["segment_align", "rows_per_expert"]);
+        same!("index.cu", IndexParameters, ["align", "spare"]);
+    }
+}

@@ -9,7 +9,7 @@ use super::params::{ArrangeParameters, IndexParameters, LowLatencyParameters, Pa
 use super::spec::{KERNELS, Kind, Row, Spec};
 use crate::ep::device::memory::{DeviceLayout, MAX_ROUTE_BLOCKS, STATIC_SMEM_BYTES};
 use crate::ep::device::shape::{self, Shape, Waiting};
-use crate::ep::device::tuning::{Class, LANES, PhaseTuning, Split, Tokens, Tuning, blocks_for, registers};
+use crate::ep::device::tuning::{Class, LANES, PhaseTuning, Split, Tokens, Tuning, blocks_for, registers, without_repeats};
 use crate::ep::{Config, Plan};
 use crate::error::{Error, Result};
 use crate::gpu::Device;
@@ -33,6 +33,8 @@ pub(super) struct Choice {
     pub row: Row,
     pub staged_rows: u32,
     pub max_local: u32,
+    /// No call has more, so neither do classes of calls.
+    pub max_tokens: u32,
     pub ranks_on_device: u32,
     pub num_sms: u32,
     pub tuning: Tuning,
@@ -56,6 +58,7 @@ impl Choice {
             row: Row::new(c, p),
             staged_rows,
             max_local: p.max_local as u32,
+            max_tokens: c.max_tokens as u32,
             ranks_on_device,
             num_sms,
             tuning,
@@ -86,7 +89,12 @@ impl Choice {
         Spec { shape: self.shape, threads: threads as u16, kind }
     }
 
+    fn reachable(&self, class: Class) -> Class {
+        class.min(Class::of(self.max_tokens))
+    }
+
     pub fn route(&self, small: bool, index: IndexType) -> Spec {
+        let small = small || self.max_tokens <= self.small_route_tokens();
         self.spec(if small { SMALL_ROUTE_THREADS } else { ROUTE_THREADS }, Kind::Route { small, replay: false, index })
     }
 
@@ -96,6 +104,7 @@ impl Choice {
     }
 
     pub fn low_latency(&self, small: bool, index: IndexType) -> Spec {
+        let small = small || self.max_tokens <= self.small_low_latency_tokens();
         let threads = self.phase().geometry.map_or(if self.is_small_world() { 256 } else { 128 }, |(_, threads)| threads.max(128));
         let parts = self.row.num_vectors().div_ceil(LANES) as u16;
         let staged_rows = self.staged_rows as u16;
@@ -103,6 +112,7 @@ impl Choice {
     }
 
     pub fn payload_mapping(&self, class: Class) -> Mapping {
+        let class = self.reachable(class);
         let chosen = match class {
             Class::Some if !self.is_small_world() => 512,
             // Few blocks are to do it all.
@@ -138,6 +148,7 @@ impl Choice {
     }
 
     pub fn arrange_mapping(&self, class: Class) -> Mapping {
+        let class = self.reachable(class);
         let parts = if class == Class::Many { 1 } else { 7 }; // arbitrary
         let row = Row { quantize: None, ..self.row };
         Mapping { threads: 256, split: Split::new(row.num_vectors(), parts, 7, 1), stream: false }
@@ -315,6 +326,138 @@ impl Choice {
             }
         }
         all.extend(self.index_if_any());
-        all
+        without_repeats(all)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::ep::device::tuning::Measure;
+    use crate::ep::{Layout, Mode, Quantize};
+    use crate::tensor::DType;
+
+    fn base() -> Config {
+        Config::new(7168, DType::BF16, 256, 8, 4096)
+    }
+
+    /// Of ranks that share an H200.
+    fn choice(config: &Config, world: usize, tuning: Tuning) -> Choice {
+        let plan = config.plan(world).unwrap();
+        let layout = DeviceLayout::new(config, &plan).unwrap();
+        Choice::new(config, &plan, &layout, (world as u32, 132), tuning)
+    }
+
+    /// Blocks, threads, parts, vectors at a time of `payload`.
+    fn payload(c: &Choice, num_tokens: u32) -> (u32, u32, u16, u16) {
+        let class = Class::of(num_tokens);
+        let Mapping { threads, split, .. } = c.payload_mapping(class);
+        (c.payload_blocks(Tokens::exactly(num_tokens), class), threads, split.parts, split.unroll)
+    }
+
+    #[test]
+    fn what_was_measured_best() {
+        let (two, eight) = (choice(&base(), 2, Tuning::default()), choice(&base(), 8, Tuning::default()));
+        assert_eq!([1, 128, 4096].map(|t| payload(&two, t)), [(2, 256, 14, 2), (64, 256, 4, 7), (768, 256, 1, 28)]);
+        assert_eq!([1, 128, 4096].map(|t| payload(&eight, t)), [(2, 256, 14, 2), (32, 512, 4, 7), (1024, 256, 1, 28)]);
+        let streams = |c: &Choice| Class::ALL.map(|class| c.payload_mapping(class).stream);
+        assert_eq!((streams(&two), streams(&eight)), ([false, false, true], [false, true, true]));
+        let route = |t| two.route_blocks(Tokens::exactly(t));
+        assert_eq!([0, 512, 513, 2048, 2049, u32::MAX].map(route), [1, 1, 4, 4, 16, 16]);
+        let low_latency = Config { mode: Mode::LowLatency, expected_tokens: 1, ..base() };
+        let of = |world| {
+            let c = choice(&low_latency, world, Tuning::default());
+            let Kind::LowLatency { parts, staged_rows, .. } = c.low_latency(true, IndexType::I64).kind else { panic!() };
+            let threads = u32::from(c.low_latency(true, IndexType::I64).threads);
+            (c.low_latency_blocks(Tokens::exactly(1), threads), threads, parts, staged_rows)
+        };
+        assert_eq!((of(2), of(8)), ((7, 256, 28, 32), (28, 128, 28, 32)));
+    }
+
+    #[test]
+    fn blocks_that_wait_leave_room() {
+        for world in [1, 2, 3, 8, 64] {
+            let low_latency = Config { mode: Mode::LowLatency, expected_tokens: 0, ..base() };
+            let c = choice(&low_latency, world, Tuning::default());
+            let many = Tokens::exactly(u32::MAX);
+            assert!(c.route_blocks(many) * world as u32 <= 132, "{world}");
+            for threads in [128, 256] {
+                let blocks = c.low_latency_blocks(many, threads);
+                assert!(blocks * threads * world as u32 <= 132 * 256, "{world}: {blocks}");
+            }
+        }
+    }
+
+    #[test]
+    fn what_the_caller_sets_wins() {
+        let of = |geometry, sms| Tuning { dispatch: PhaseTuning { geometry, sms }, ..Tuning::default() };
+        let set = choice(&base(), 2, of(Some((48, 512)), None));
+        assert_eq!([1, 128, 4096].map(|t| payload(&set, t)), [(48, 512, 14, 2), (48, 512, 4, 7), (48, 512, 1, 14)]);
+        let limited = choice(&base(), 2, of(None, Some(8)));
+        assert_eq!([1, 128, 4096].map(|t| payload(&limited, t)), [(1, 512, 14, 2), (8, 512, 4, 7), (8, 512, 1, 14)]);
+        assert_eq!(limited.route_blocks(Tokens::exactly(4096)), 8);
+        // Registers of a large block.
+        assert_eq!(payload(&choice(&base(), 2, of(Some((1, 1024)), None)), 4096), (1, 1024, 1, 2));
+        let measure = Measure { skip_payload: true, ..Measure::default() };
+        let low_latency = Config { mode: Mode::LowLatency, expected_tokens: 1, ..base() };
+        assert_eq!(choice(&low_latency, 2, Tuning { measure, ..Tuning::default() }).staged_rows, 0);
+    }
+
+    #[test]
+    fn one_block_routes_what_fits_in_a_tile() {
+        let tokens = |num_experts, layout| choice(&Config { num_experts, layout, ..base() }, 8, Tuning::default()).small_route_tokens();
+        let by_expert = Layout::ByExpert { segment_align: 1 };
+        assert_eq!(tokens(2048, Layout::ByToken), 256);
+        assert_eq!([256, 512, 1024, 2048].map(|e| tokens(e, by_expert)), [256, 256, 128, 64]);
+        let staged = |max_tokens| {
+            let config = Config { mode: Mode::LowLatency, expected_tokens: 1, max_tokens, ..base() };
+            choice(&config, 2, Tuning::default()).small_low_latency_tokens()
+        };
+        assert_eq!((staged(20), staged(4096)), (20, 32));
+    }
+
+    #[test]
+    fn counts_of_many_experts_have_fewer_threads() {
+        let index =
+            |num_experts, world| choice(&Config { num_experts, ..base() }, world, Tuning::default()).index().map(|spec| spec.threads);
+        assert_eq!(index(256, 1), Some(1024));
+        assert_eq!(index(1024, 1), Some(256));
+        assert_eq!(index(3000, 1), Some(64));
+        assert_eq!(index(4096, 1), None);
+        assert_eq!(index(4096, 4), Some(256));
+    }
+
+    #[test]
+    fn every_kernel_of_a_call_is_loaded_before() {
+        let forms = [
+            base(),
+            Config { mode: Mode::LowLatency, expected_tokens: 2, ..base() },
+            Config { layout: Layout::ByExpert { segment_align: 8 }, quantize: Some(Quantize::F32), ..base() },
+        ];
+        for config in forms {
+            let c = choice(&config, 4, Tuning::default());
+            let all = c.all();
+            let mut wanted = vec![c.replay(), c.receive()];
+            for num_tokens in [0, 1, 17, 128, 513, 4096, 70000] {
+                let class = Class::of(num_tokens);
+                wanted.push(c.payload(class));
+                for flag in [false, true] {
+                    let index = if flag { IndexType::I32 } else { IndexType::I64 };
+                    wanted.push(c.route(num_tokens <= c.small_route_tokens(), index));
+                    if config.layout.is_by_expert() {
+                        wanted.push(c.arrange(flag, class));
+                    }
+                    if c.staged_rows > 0 {
+                        wanted.push(c.low_latency(num_tokens <= c.small_low_latency_tokens(), index));
+                    }
+                }
+            }
+            for spec in wanted {
+                assert!(all.contains(&spec), "{spec:?}");
+            }
+            for (i, spec) in all.iter().enumerate() {
+                assert!(u32::from(spec.threads) >= c.shape.world.into() && !all[..i].contains(spec), "{spec:?}");
+            }
+        }
     }
 }
