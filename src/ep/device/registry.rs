@@ -142,12 +142,12 @@ impl Limits {
     /// block makes useless for the candidate. A sum of it over all blocks bounds the number of multiprocessors in which the candidate does not fit:
     /// each of them holds blocks that leave too little of some resource, so at least the least sum of blocks that does.
     fn uselessness(&self, kinds: &[Block], candidate: &Block) -> Vec<f64> {
-        let one = |_: &Block| 1;
-        let resources: [(&dyn Fn(&Block) -> u32, u32); 4] = [
-            (&|b| b.threads, self.sm.threads),
-            (&|b| b.registers, self.sm.registers),
-            (&|b| b.smem_bytes, self.sm.smem_bytes),
-            (&one, self.blocks),
+        type Amount = fn(&Block) -> u32;
+        let resources: [(Amount, u32); 4] = [
+            (|block| block.threads, self.sm.threads),
+            (|block| block.registers, self.sm.registers),
+            (|block| block.smem_bytes, self.sm.smem_bytes),
+            (|_| 1, self.blocks),
         ];
         let mut useless = vec![0.0f64; kinds.len()];
         for (amount, available) in resources {
