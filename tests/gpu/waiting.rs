@@ -158,7 +158,7 @@ fn alarm_beside_calls() -> Outcome {
     ];
     for (name, must_end, call) in calls {
         let memory = Arc::new(Shareable::new(&device, 4096)?);
-        let alarm = Alarm::new(&device, &[memory.clone()], 0)?;
+        let alarm = Alarm::new(&device, std::slice::from_ref(&memory), 0)?;
         let ended = words(&stream, &[0])?;
         let bound = if must_end { BOUND } else { BOUND / 4 };
         hold(&stream, (4, 256), memory.address().address, &ended, bound)?;
@@ -222,7 +222,7 @@ fn setup_beside() -> Outcome {
         mapped = None;
         Ok(())
     })?;
-    time("making an alarm", &mut || Alarm::new(&device, &[memory.clone()], 0).map(|new| line = Some(new)))?;
+    time("making an alarm", &mut || Alarm::new(&device, std::slice::from_ref(&memory), 0).map(|new| line = Some(new)))?;
     time("raising it", &mut || line.as_ref().map_or(Ok(()), Alarm::raise))?;
     time("dropping it", &mut || {
         line = None;
@@ -363,8 +363,8 @@ fn beside_waiting() -> Outcome {
         let parameters: [*const c_void; 1] = [std::ptr::from_ref(&parameters).cast()];
         let (grid, block) = ([66, 1, 1], [512, 1, 1]); // as measured before
         let config = LaunchConfig { grid, block, smem_bytes, stream: late.raw(), attributes: std::ptr::null(), num_attributes: 0 };
-        // SAFETY: configuration and parameters outlive the call, the memory lives until the device has been waited for.
         raw.with_context(context, || {
+            // SAFETY: configuration and parameters outlive the call, the memory lives until the device has been waited for.
             ok("cuLaunchKernelEx", unsafe { (raw.launch)(&config, function, parameters.as_ptr(), std::ptr::null()) })
         })
     };
