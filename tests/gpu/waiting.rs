@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use libtest_mimic::Failed;
 use moe_kernels::ep::World;
 use moe_kernels::ep::device::AbortLine;
-use moe_kernels::ep::device::registry::{Demand, Holder, Limits, Waiting, register};
+use moe_kernels::ep::device::registry::{Demand, Holder, Limits, Other, Waiting, register};
 use moe_kernels::gpu::{Alarm, Buffer, Device, Geometry, Pinned, Shareable, Spec, Stream, jit};
 use moe_kernels::{Backend, Error, Rank, Result};
 
@@ -18,6 +18,7 @@ use super::{Needs, Outcome, Test, ensure, gpu, report, same};
 
 pub const TRIALS: &[(&str, Needs, Test)] = &[
     ("an alarm ends waits", Needs::GpuAlone, alarm),
+    ("ways to end a wait", Needs::GpuAlone, ways),
     ("an alarm while others wait for the device", Needs::GpuAlone, alarm_beside_calls),
     ("words that an alarm cannot set", Needs::Gpu, wrong_words),
     ("setup beside a kernel that waits", Needs::GpuAlone, setup_beside),
@@ -36,10 +37,15 @@ const BOUND: Duration = Duration::from_secs(3);
 const SOON: Duration = Duration::from_millis(500);
 
 /// Blocks that wait for a word.
-fn hold(stream: &Stream, (blocks, threads): (u32, u32), word: u64, ended: &Buffer, bound: Duration) -> Result<()> {
+fn hold(stream: &Stream, grid: (u32, u32), word: u64, ended: &Buffer, bound: Duration) -> Result<()> {
+    hold_with(stream, grid, 0, word, ended, bound)
+}
+
+/// As [`hold`], with shared memory.
+fn hold_with(stream: &Stream, (blocks, threads): (u32, u32), smem_bytes: u32, word: u64, ended: &Buffer, bound: Duration) -> Result<()> {
     let kernel = KERNELS.get("test", stream, Kernel::Hold)?;
     let parameters = Hold { word, ended: ended.address().address, bound_nanoseconds: bound.as_nanos() as u64 };
-    let geometry = Geometry { grid: [blocks, 1, 1], threads, ..Geometry::default() };
+    let geometry = Geometry { grid: [blocks, 1, 1], threads, smem_bytes, ..Geometry::default() };
     // SAFETY: the kernel is `hold` on the stream's device, `Hold` is its struct; the callers wait for the stream while the memory lives.
     unsafe { kernel.launch(stream, &geometry, &parameters) }
 }
@@ -144,6 +150,102 @@ fn alarm() -> Outcome {
     Ok(())
 }
 
+/// What is queued behind the kernels that wait.
+#[derive(Clone, Copy, Debug)]
+enum Behind {
+    Kernels,
+    CopiesTo,
+    CopiesFrom,
+    Fills,
+}
+
+/// Ways in which the host sets a word, in a stream of its own.
+#[derive(Clone, Copy, Debug)]
+enum Way {
+    /// A copy from pinned memory.
+    Copy,
+    /// A value that the queue itself writes.
+    Value,
+    /// A kernel.
+    Kernel,
+    /// A copy from device memory.
+    CopyOnDevice,
+    /// The word lies in pinned memory, and kernels read it there.
+    Pinned,
+}
+
+/// Which way works depends on what is queued elsewhere: streams share queues of the hardware.
+fn ways() -> Outcome {
+    let (device, stream) = gpu()?;
+    warm(&device, &stream)?;
+    let raw = Raw::open()?;
+    let context = raw.primary(&device)?;
+    let bound = Duration::from_millis(120);
+    let sms = device.num_sms();
+    let scale_kernel = KERNELS.get("test", &stream, Kernel::Scale { factor: 3 })?;
+    let (mut pinned, other) = (Pinned::new(&device, 8192)?, words(&stream, &vec![0; 2000])?);
+    let (from_pinned, here) = (pinned.bytes().as_ptr().cast::<c_void>(), other.address().address);
+    let to_pinned = pinned.bytes_mut().as_mut_ptr().cast::<c_void>();
+    for is_urgent in [false, true] {
+        for (num, grid) in [(8, (4, 256)), (64, (2, 256)), (1, (sms * 4, 512))] {
+            for behind in [Behind::Kernels, Behind::CopiesTo, Behind::CopiesFrom, Behind::Fills] {
+                let mut line =
+                    format!("{num:2} streams of {:3} x {}, {behind:?} behind{}:", grid.0, grid.1, if is_urgent { ", urgent" } else { "" });
+                for way in [Way::Copy, Way::Value, Way::Kernel, Way::CopyOnDevice, Way::Pinned] {
+                    let own = if is_urgent { Stream::urgent(&device)? } else { Stream::new(&device)? };
+                    let streams = (0..num).map(|_| Stream::new(&device)).collect::<Result<Vec<_>>>()?;
+                    let (memory, ended) = (words(&stream, &[0, 0, 1, 0])?, words(&stream, &[0])?);
+                    let (mut one, mut host) = (Pinned::new(&device, 8)?, Pinned::new(&device, 8)?);
+                    one.bytes_mut()[0] = 1;
+                    let at = memory.address().address;
+                    let word = if matches!(way, Way::Pinned) { host.device_address()? } else { at };
+                    for stream in &streams {
+                        hold(stream, grid, word, &ended, bound)?;
+                        // SAFETY: all memory here is as large as each of these says, and lives until the device has been waited for below.
+                        raw.with_context(context, || match behind {
+                            Behind::Kernels => Ok(()),
+                            // SAFETY: as above.
+                            Behind::CopiesTo => ok("copy", unsafe { (raw.copy_to_device)(here, from_pinned, 4000, stream.raw()) }),
+                            // SAFETY: as above.
+                            Behind::CopiesFrom => ok("copy", unsafe { (raw.copy_to_host)(to_pinned, here, 4000, stream.raw()) }),
+                            // SAFETY: as above.
+                            Behind::Fills => ok("copy", unsafe { (raw.copy_on_device)(here, here + 4000, 4000, stream.raw()) }),
+                        })?;
+                        if matches!(behind, Behind::Fills) {
+                            other.fill(stream, 0, 4000, 0)?;
+                        }
+                        scale(stream, scale_kernel, Scale { from: here, to: here, num: 1000, addend: 1 }, false)?;
+                    }
+                    std::thread::sleep(Duration::from_millis(5));
+                    let start = Instant::now();
+                    raw.with_context(context, || match way {
+                        // SAFETY: as above.
+                        Way::Copy => ok("copy", unsafe { (raw.copy_to_device)(at, one.bytes().as_ptr().cast(), 8, own.raw()) }),
+                        // SAFETY: as above; 0 asks for nothing special.
+                        Way::Value => ok("value", unsafe { (raw.write_value)(own.raw(), at, 1, 0) }),
+                        Way::Kernel => Ok(scale(&own, scale_kernel, Scale { from: at + 4, to: at, num: 1, addend: 1 }, false)?),
+                        // SAFETY: as above.
+                        Way::CopyOnDevice => ok("copy", unsafe { (raw.copy_on_device)(at, at + 8, 4, own.raw()) }),
+                        Way::Pinned => {
+                            host.bytes_mut()[0] = 1;
+                            Ok(())
+                        }
+                    })?;
+                    for stream in &streams {
+                        stream.synchronize()?;
+                    }
+                    let took = start.elapsed();
+                    device.synchronize()?;
+                    let all = read(&stream, &ended)?[0] == num as u32 * grid.0;
+                    line += &format!(" {way:?} {}", if all { format!("{:.0} us", took.as_secs_f64() * 1e6) } else { "STUCK".into() });
+                }
+                report(line);
+            }
+        }
+    }
+    Ok(())
+}
+
 /// While other threads are inside calls of the driver that wait for the device.
 fn alarm_beside_calls() -> Outcome {
     let (device, stream) = gpu()?;
@@ -200,7 +302,7 @@ fn setup_beside() -> Outcome {
     warm(&device, &stream)?;
     let ended = words(&stream, &[0])?;
     let word = words(&stream, &[0])?;
-    let bound = Duration::from_millis(400);
+    let bound = Duration::from_millis(150);
     let time = |name: &str, work: &mut dyn FnMut() -> Result<()>| -> Outcome {
         hold(&stream, (1, 32), word.address().address, &ended, bound)?;
         std::thread::sleep(Duration::from_millis(5));
@@ -357,7 +459,7 @@ fn beside_waiting() -> Outcome {
     let context = raw.primary(&device)?;
     let function = raw.with_context(context, || load(&raw, &device))?;
     let late = Stream::new(&device)?;
-    let bound = Duration::from_millis(150);
+    let bound = Duration::from_millis(60);
     let other = |word: u64, ended: &Buffer, smem_bytes: u32| {
         let parameters = Hold { word, ended: ended.address().address, bound_nanoseconds: 0 };
         let parameters: [*const c_void; 1] = [std::ptr::from_ref(&parameters).cast()];
@@ -370,12 +472,14 @@ fn beside_waiting() -> Outcome {
     };
     let sms = device.num_sms();
     let mut locked_out = Vec::new();
-    for (blocks, threads) in [(sms - 1, 512), (sms, 512), (sms, 64), (2 * (sms - 1), 512), (2 * sms, 512)] {
+    // 120 KiB: no two of them on a multiprocessor.
+    let waiting = [(sms - 1, 512, 0), (sms, 512, 0), (sms, 512, 120 << 10), (sms, 64, 0), (2 * sms, 512, 0), (4 * sms - 1, 512, 0)];
+    for (blocks, threads, held_bytes) in waiting {
         for smem_bytes in [0, 2 << 10, 16 << 10, 64 << 10, HOLD_SMEM_BYTES] {
             let (zero, ended) = (words(&stream, &[0])?, words(&stream, &[0])?);
             other(zero.address().address, &ended, smem_bytes)?;
             device.synchronize()?;
-            hold(&stream, (blocks, threads), zero.address().address, &ended, bound)?;
+            hold_with(&stream, (blocks, threads), held_bytes, zero.address().address, &ended, bound)?;
             std::thread::sleep(Duration::from_millis(5));
             other(zero.address().address, &ended, smem_bytes)?;
             let start = Instant::now();
@@ -383,7 +487,8 @@ fn beside_waiting() -> Outcome {
             let is_late = stream.is_idle()? || start.elapsed() > bound / 2;
             device.synchronize()?;
             report(format!(
-                "{blocks} blocks of {threads} wait; a kernel with {} KiB of another library {}",
+                "{blocks} blocks of {threads} with {} KiB wait; a kernel with {} KiB of another library {}",
+                held_bytes >> 10,
                 smem_bytes >> 10,
                 if is_late { "does not start" } else { "runs" }
             ));
@@ -428,7 +533,7 @@ fn registry() -> Outcome {
     let waiting = |blocks: u32| Waiting::of("hold", &device, &kernel, &Geometry { threads: 512, ..Geometry::default() }, blocks);
     let sms = device.num_sms();
     let ranks = World::run(&Backend::cpu(), 4, |world| {
-        let demand = |blocks: u32| Ok::<_, Error>(Demand { moments: vec![vec![waiting(blocks)?]], other_sms: 1 });
+        let demand = |blocks: u32| Ok::<_, Error>(Demand { moments: vec![vec![waiting(blocks)?]], other: Other::ANY });
         let most = (sms - 1) / 3;
         let refused = register("test", &device, Holder::of(&world), 4, demand(most + 1)?).map(drop);
         world.barrier()?;
@@ -450,7 +555,7 @@ fn registry() -> Outcome {
     }
     // Nothing is held any more.
     let world = World::threads(&Backend::cpu(), 1)?.remove(0);
-    let alone = Demand { moments: vec![vec![waiting(sms)?]], other_sms: 1 };
+    let alone = Demand { moments: vec![vec![waiting(sms)?]], other: Other::ANY };
     drop(register("test", &device, Holder::of(&world), 1, alone)?);
     Ok(())
 }
