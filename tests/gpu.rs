@@ -18,7 +18,9 @@ mod kernels;
 mod launches;
 mod memory;
 mod raw;
+mod shareable;
 mod streams;
+mod waiting;
 
 type Outcome = Result<(), Failed>;
 type Test = fn() -> Outcome;
@@ -42,8 +44,18 @@ pub fn trials() -> Vec<Trial> {
     let is_asked_for = std::env::var("MOE_BACKEND").is_ok_and(|name| name.starts_with("cuda"));
     let has_compiler = Nvrtc::get().is_ok();
     let has_gpu = has_compiler && Device::count().is_ok_and(|num| num > 0);
-    let modules: [&[(&str, Needs, Test)]; 8] =
-        [compile::TRIALS, costs::TRIALS, entries::TRIALS, gate::TRIALS, graphs::TRIALS, launches::TRIALS, memory::TRIALS, streams::TRIALS];
+    let modules: [&[(&str, Needs, Test)]; 10] = [
+        compile::TRIALS,
+        costs::TRIALS,
+        entries::TRIALS,
+        gate::TRIALS,
+        graphs::TRIALS,
+        launches::TRIALS,
+        memory::TRIALS,
+        shareable::TRIALS,
+        streams::TRIALS,
+        waiting::TRIALS,
+    ];
     #[cfg(not(feature = "cudarc"))]
     let adapters: &[(&str, Needs, Test)] = &[];
     #[cfg(feature = "cudarc")]

@@ -261,3 +261,49 @@ fn watch(page: &Page, me: Rank, mut lifelines: Vec<(Rank, OwnedFd)>, stopped: &O
         });
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use std::sync::atomic::{AtomicU32, Ordering};
+
+    use super::*;
+
+    /// The hook of a process runs so often when the lifelines of ranks 1 and 2 have ended, after what `before` did to the page as they see it.
+    fn hooks_run(want: u32, before: impl Fn(&Page)) {
+        let memory = Arc::new(Symmetric::new(Page::num_bytes(3)).unwrap());
+        let page = Arc::new(Page::new(memory.clone(), 3));
+        let count = Arc::new(AtomicU32::new(0));
+        let counted = count.clone();
+        let hook = page.on_failure(Box::new(move || {
+            counted.fetch_add(1, Ordering::Relaxed);
+        }));
+        let ((seen_1, end_1), (seen_2, end_2)) = (pipe().unwrap(), pipe().unwrap());
+        let watched = Watch::start(page.clone(), Rank(0), vec![(Rank(1), seen_1), (Rank(2), seen_2)]).unwrap();
+        before(&Page::new(memory, 3));
+        assert_eq!(count.load(Ordering::Relaxed), 0, "another process ran the hook");
+        drop((end_1, end_2));
+        let start = Instant::now();
+        while count.load(Ordering::Relaxed) < want && start.elapsed() < Duration::from_secs(10) {
+            std::thread::yield_now();
+        }
+        // Enough for a second run, or for one that should not be (arbitrary).
+        std::thread::sleep(Duration::from_millis(20));
+        drop((watched, hook));
+        assert_eq!(count.load(Ordering::Relaxed), want);
+    }
+
+    #[test]
+    fn the_end_of_a_process_runs_the_hooks_of_the_others() {
+        // Both are gone without a word: one failure.
+        hooks_run(1, |_| ());
+        // One has left, one is gone.
+        hooks_run(1, |page| page.leave(1));
+        // One has failed, and left.
+        hooks_run(1, |page| {
+            page.fail(Rank(1), page.record(FailureKind::Panicked, Rank(1)));
+            [1, 2].into_iter().for_each(|rank| page.leave(rank));
+        });
+        // Both have left, and nothing is wrong.
+        hooks_run(0, |page| [1, 2].into_iter().for_each(|rank| page.leave(rank)));
+    }
+}
