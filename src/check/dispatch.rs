@@ -1,11 +1,11 @@
 //! Checks of dispatch.
 
 use crate::Backend;
+use crate::check::ep::buffer::{Matrix, Place, in_setup};
 use crate::check::ep::cases::{Form, Steps, Traffic, batch, combine_script, dispatch_script, low_latency, many_tokens, traffics};
 use crate::check::ep::inputs::{Draw, Ids, draw};
 use crate::check::ep::script::Rows;
 use crate::check::ep::{Count, Phase, Script, Step, run_all};
-use crate::check::ep::buffer::{Matrix, Place, in_setup};
 use crate::check::{Failed, Group, variants};
 use crate::ensure;
 use crate::ep::{Config, ExpertParallel, Layout, Overflow, Quantize, ScaleLayout, World};
@@ -296,13 +296,7 @@ fn properties(backend: &Backend, layout: Layout) -> Result<usize, Failed> {
             let matrix = |dtype, columns, bytes: &[u8]| Matrix::filled(&place, dtype, (own.num_tokens, columns), false, 0, bytes);
             let x = matrix(DType::F32, config.hidden, &own.x);
             let topk_idx = matrix(DType::I64, config.k, bytemuck::cast_slice(&own.topk_idx));
-            let input = Input {
-                x: x.view()?,
-                topk_idx: topk_idx.view()?,
-                topk_weights: None,
-                scales: None,
-                num_tokens: NumTokens::All,
-            };
+            let input = Input { x: x.view()?, topk_idx: topk_idx.view()?, topk_weights: None, scales: None, num_tokens: NumTokens::All };
             let arrival = ep.dispatch(&mut routing, &input, Outputs::default())?;
             let arrived = arrival.on_host()?;
             let rows = (0..arrived.num_rows()).filter(|&slot| {

@@ -12,7 +12,7 @@ use super::context::{Ctx, ObjectKernels, Setup};
 use super::layout::{BankHead, Failure, HostRecord};
 use super::memory::{DeviceLayout, map_tables};
 use super::record::{Reader, failure};
-use super::registry::{self, Demand, Holder, Limits, Permit};
+use super::registry::{self, Demand, Holder, Limits, Other, Permit};
 use super::tuning::Tuning;
 use crate::backend::Cuda;
 use crate::ep::object::Counts;
@@ -23,9 +23,6 @@ use crate::gpu::{Device, Pinned, Shareable, Stream};
 use crate::tensor::DeviceAddress;
 
 const OP: &str = "ep setup";
-
-/// Multiprocessors that the largest kernel of others needs beside waiting blocks: one that runs on a single multiprocessor makes progress.
-const OTHER_SMS: u32 = 1;
 
 /// One rank's end on its GPU.
 ///
@@ -97,7 +94,6 @@ impl End {
             host_record: record.device_address()?,
             timeout,
             ranks_on_device,
-            tuning,
         });
         let (abort, record, rank) = (Some(abort), Some(record), world.rank().index());
         Ok(End { ctx: RwLock::new(ctx), abort, record, _permit: permit, private, memories, rank })
@@ -225,7 +221,7 @@ fn permit(device: &Device, holder: Holder, ranks_here: usize, kernels: &mut Obje
         };
         // Where ranks share a device a kernel lets nothing start before its own waits are over (docs/ep-gpu.md): one grid waits at a time.
         let moments = kernels.waiting(device)?.into_iter().map(|waiting| vec![grid(waiting)]).collect();
-        registry::register(OP, device, holder, ranks_here, Demand { moments, other_sms: OTHER_SMS })
+        registry::register(OP, device, holder, ranks_here, Demand { moments, other: Other::ANY })
     };
     let first = ask(kernels);
     let is_chosen = tuning.dispatch.geometry.is_some() || tuning.combine.geometry.is_some();

@@ -36,8 +36,6 @@ use crate::error::{Error, Failure, FailureKind, Result};
 use crate::id::Rank;
 use crate::name::intern;
 
-const OP: &str = "world";
-
 impl World {
     /// This process's membership of a world of one process per rank. Collective: it returns when all have come. Ranks of one machine and one user only.
     ///

@@ -28,7 +28,6 @@ pub(super) struct Choice {
     /// No call has more, so neither do classes of calls.
     pub max_tokens: u32,
     pub ranks_on_device: u32,
-    pub num_sms: u32,
     pub tuning: Tuning,
 }
 
@@ -42,9 +41,16 @@ pub(super) struct Mapping {
 }
 
 impl Choice {
-    pub fn new(c: &Config, p: &Plan, (ranks_on_device, num_sms): (u32, u32), tuning: Tuning) -> Self {
+    pub fn new(c: &Config, p: &Plan, ranks_on_device: u32, tuning: Tuning) -> Self {
         let ranks_on_device = ranks_on_device.max(1);
-        Choice { shape: Shape::new(c, p), row: Row::new(c, p), has_fold: c.fold_weights, max_tokens: c.max_tokens as u32, ranks_on_device, num_sms, tuning }
+        Choice {
+            shape: Shape::new(c, p),
+            row: Row::new(c, p),
+            has_fold: c.fold_weights,
+            max_tokens: c.max_tokens as u32,
+            ranks_on_device,
+            tuning,
+        }
     }
 
     fn phase(&self) -> PhaseTuning {
@@ -176,7 +182,7 @@ pub(crate) struct Loaded {
 
 impl Loaded {
     pub fn load(device: &Device, c: &Config, p: &Plan, ranks_on_device: u32, tuning: Tuning) -> Result<Self> {
-        let choice = Choice::new(c, p, (ranks_on_device, device.num_sms()), tuning);
+        let choice = Choice::new(c, p, ranks_on_device, tuning);
         // All at once first; what follows finds them loaded.
         choice.all().into_par_iter().try_for_each(|spec| KERNELS.load(device, spec).map(|_| ()))?;
         fn of<P>(device: &Device, choice: &Choice, spec: Spec) -> Result<shape::Loaded<P>> {
@@ -241,7 +247,7 @@ mod tests {
 
     /// Of ranks that share an H200.
     fn choice(config: &Config, world: usize, tuning: Tuning) -> Choice {
-        Choice::new(config, &config.plan(world).unwrap(), (world as u32, 132), tuning)
+        Choice::new(config, &config.plan(world).unwrap(), world as u32, tuning)
     }
 
     /// Blocks, threads, parts, vectors at a time.

@@ -5,7 +5,9 @@
 use rayon::prelude::*;
 
 use super::launch::IndexType;
-use super::params::{ArrangeParameters, IndexParameters, LowLatencyParameters, PayloadParameters, ReceiveParameters, ReportParameters, RouteParameters};
+use super::params::{
+    ArrangeParameters, IndexParameters, LowLatencyParameters, PayloadParameters, ReceiveParameters, ReportParameters, RouteParameters,
+};
 use super::spec::{KERNELS, Kind, Row, Spec};
 use crate::ep::device::memory::{DeviceLayout, MAX_ROUTE_BLOCKS, STATIC_SMEM_BYTES};
 use crate::ep::device::shape::{self, Shape, Waiting};
