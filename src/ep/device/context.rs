@@ -6,7 +6,7 @@ use std::time::Duration;
 use super::layout::RankParameters;
 use super::memory::{Bank, DeviceLayout};
 use super::shape::Waiting;
-use super::tuning::Tuning;
+use super::tuning::{Launches, Tuning};
 use crate::backend::Cuda;
 use crate::ep::{Config, Layout, MAX_RANKS, Plan};
 use crate::error::Result;
@@ -40,6 +40,11 @@ impl ObjectKernels {
         let mut all = self.dispatch.waiting(device)?;
         all.extend(self.combine.waiting(device)?);
         Ok(all)
+    }
+
+    /// How a call of so many tokens is launched.
+    pub fn launches(&self, num_tokens: u32) -> Launches {
+        Launches { dispatch: self.dispatch.launches(num_tokens), combine: self.combine.launches(num_tokens) }
     }
 
     /// Grids whose blocks wait get at most so many blocks from now on: what the registry allows.

@@ -33,7 +33,10 @@ pub(crate) struct End {
     ctx: RwLock<Ctx>,
     abort: Option<AbortLine>,
     record: Option<Pinned>,
-    _permit: Permit,
+    /// `None` only inside [`retune`](Self::retune).
+    permit: Mutex<Option<Permit>>,
+    ranks_on_device: u32,
+    ranks_here: usize,
     /// This rank's own, unlike `memories`, which peers use.
     private: Shareable,
     memories: Vec<Arc<Shareable>>,
@@ -96,7 +99,40 @@ impl End {
             ranks_on_device,
         });
         let (abort, record, rank) = (Some(abort), Some(record), world.rank().index());
-        Ok(End { ctx: RwLock::new(ctx), abort, record, _permit: permit, private, memories, rank })
+        Ok(End {
+            ctx: RwLock::new(ctx),
+            abort,
+            record,
+            permit: Mutex::new(Some(permit)),
+            ranks_on_device,
+            ranks_here,
+            private,
+            memories,
+            rank,
+        })
+    }
+
+    /// Launches are shaped by `tuning` from now on; graphs that hold earlier launches stay as they are. Collective, with nothing queued on any rank: fails on
+    /// all ranks or on none, and after a failure calls are launched as before, but have no claim to their multiprocessors.
+    pub fn retune(&self, world: &World, config: &Config, plan: &Plan, tuning: Tuning) -> Result<()> {
+        *lock(&self.permit) = None;
+        // All have given theirs back before one asks again.
+        world.exchange(OP, self.stream().synchronize())?;
+        let (device, layout) = (self.stream().device().clone(), DeviceLayout::new(config, plan)?);
+        let holder = Holder::of(world);
+        let own = || -> Result<_> {
+            let loading = lock(&LOADING);
+            let mut kernels = ObjectKernels::load(&device, config, plan, &layout, self.ranks_on_device, tuning)?;
+            drop(loading);
+            let permit = permit(&device, holder, self.ranks_here, &mut kernels, tuning)?;
+            Ok((kernels, permit))
+        };
+        let own = own();
+        world.exchange(OP, own.as_ref().map(|_| ()).map_err(Clone::clone))?;
+        let (kernels, permit) = own?;
+        *lock(&self.permit) = Some(permit);
+        self.ctx.write().unwrap_or_else(PoisonError::into_inner).kernels = kernels;
+        Ok(())
     }
 
     /// What launches need.

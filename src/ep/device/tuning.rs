@@ -37,6 +37,51 @@ pub struct Measure {
     pub skip_signals: bool,
 }
 
+/// How the kernels of a call that move rows are launched.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
+pub struct Launches {
+    /// Of dispatch: `payload`, or the one kernel of the low-latency form.
+    pub dispatch: Launch,
+    /// Of combine.
+    pub combine: Launch,
+}
+
+/// A grid, how it shares out rows, and who chose it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
+pub struct Launch {
+    /// Blocks.
+    pub blocks: u32,
+    /// Threads of a block.
+    pub threads: u32,
+    /// Warps that share a row.
+    pub parts: u32,
+    /// Vectors of 16 bytes that a lane moves at a time.
+    pub unroll: u32,
+    /// Blocks of the kernel that makes the routes; 0 without one.
+    pub route_blocks: u32,
+    /// What chose blocks and threads.
+    pub chosen_by: ChosenBy,
+}
+
+/// What chooses a geometry: the first of these that says anything.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum ChosenBy {
+    /// [`PhaseTuning::geometry`].
+    Caller,
+    /// A table that was measured on this GPU's model.
+    Table,
+    /// The rule for all others.
+    Rule,
+}
+
+impl fmt::Display for Launch {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Launch { blocks, threads, parts, unroll, .. } = self;
+        write!(f, "{blocks}x{threads} {parts}/{unroll}")
+    }
+}
+
 impl Measure {
     /// Whether anything is left out.
     pub(crate) fn is_on(&self) -> bool {

@@ -42,6 +42,7 @@ pub fn catalogue() -> Vec<Program> {
         ops::dispatch::programs,
         ops::combine::programs,
         || CeilingSpec::ALL.iter().map(Spec::program).collect(),
+        crate::measure::delay::programs,
         super::plain::programs,
     ];
     all.iter().flat_map(|programs| programs()).collect()

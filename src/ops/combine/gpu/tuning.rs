@@ -7,7 +7,9 @@ use rayon::prelude::*;
 use super::params::{CombineParameters, PrepareParameters, SendParameters};
 use super::spec::{Add, KERNELS, Kind, Row, Spec};
 use crate::ep::device::shape::{self, Shape, Waiting};
-use crate::ep::device::tuning::{Class, LANES, PhaseTuning, Split, Tokens, Tuning, blocks_for, registers, without_repeats};
+use crate::ep::device::tuning::{
+    ChosenBy, Class, LANES, Launch, PhaseTuning, Split, Tokens, Tuning, blocks_for, registers, without_repeats,
+};
 use crate::ep::{Config, Plan};
 use crate::error::Result;
 use crate::gpu::Device;
@@ -55,6 +57,11 @@ impl Choice {
 
     fn phase(&self) -> PhaseTuning {
         self.tuning.combine
+    }
+
+    /// What chooses threads and blocks.
+    pub fn chosen_by(&self, _class: Class) -> ChosenBy {
+        if self.phase().geometry.is_some() { ChosenBy::Caller } else { ChosenBy::Rule }
     }
 
     fn is_small_world(&self) -> bool {
@@ -224,6 +231,21 @@ impl Loaded {
             }
         }
         Ok(all)
+    }
+
+    /// How the kernel that sums is launched for a call of so many tokens.
+    pub fn launches(&self, num_tokens: u32) -> Launch {
+        let class = Class::of(num_tokens);
+        let Mapping { threads, split, .. } = self.choice.mapping(class);
+        let blocks = self.combine_blocks(Tokens::exactly(num_tokens), class, self.combine(class, Add::Nothing, false));
+        Launch {
+            blocks,
+            threads,
+            parts: split.parts.into(),
+            unroll: split.unroll.into(),
+            route_blocks: 0,
+            chosen_by: self.choice.chosen_by(class),
+        }
     }
 
     pub fn limit_waiting(&mut self, blocks: u32) {

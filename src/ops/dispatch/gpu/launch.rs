@@ -142,6 +142,11 @@ pub(crate) fn replay(ctx: &Ctx, call: &ReplayCall) -> Result<()> {
     arrange(ctx, &call.receive(), true)
 }
 
+/// The kernel that moves the rows, alone: for kernels that exchange no done words, by a routing whose bank is not refused.
+pub(crate) fn payload_alone(ctx: &Ctx, call: &ReplayCall) -> Result<()> {
+    payload(ctx, call, true)
+}
+
 /// The first half of a replay.
 pub(crate) fn replay_send(ctx: &Ctx, call: &ReplayCall) -> Result<()> {
     route_again(ctx, call)?;

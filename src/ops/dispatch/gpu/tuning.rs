@@ -11,7 +11,9 @@ use super::params::{
 use super::spec::{KERNELS, Kind, Row, Spec};
 use crate::ep::device::memory::{DeviceLayout, MAX_ROUTE_BLOCKS, STATIC_SMEM_BYTES};
 use crate::ep::device::shape::{self, Shape, Waiting};
-use crate::ep::device::tuning::{Class, LANES, PhaseTuning, Split, Tokens, Tuning, blocks_for, registers, without_repeats};
+use crate::ep::device::tuning::{
+    ChosenBy, Class, LANES, Launch, PhaseTuning, Split, Tokens, Tuning, blocks_for, registers, without_repeats,
+};
 use crate::ep::{Config, Plan};
 use crate::error::{Error, Result};
 use crate::gpu::Device;
@@ -69,6 +71,11 @@ impl Choice {
 
     fn phase(&self) -> PhaseTuning {
         self.tuning.dispatch
+    }
+
+    /// What chooses threads and blocks.
+    pub fn chosen_by(&self, _class: Class) -> ChosenBy {
+        if self.phase().geometry.is_some() { ChosenBy::Caller } else { ChosenBy::Rule }
     }
 
     fn is_small_world(&self) -> bool {
@@ -282,6 +289,27 @@ impl Loaded {
         }
         all.push(self.receive.waiting(device, "receive", 1)?);
         Ok(all)
+    }
+
+    /// How the kernel that moves rows is launched for a call of so many tokens.
+    pub fn launches(&self, num_tokens: u32) -> Launch {
+        let (choice, tokens, class) = (&self.choice, Tokens::exactly(num_tokens), Class::of(num_tokens));
+        if let Some(by_size) = &self.low_latency {
+            let small = num_tokens <= choice.small_low_latency_tokens();
+            let kernel = &by_size[usize::from(small)][IndexType::I32 as usize];
+            let (parts, blocks) = (choice.row.num_vectors().div_ceil(LANES), self.low_latency_blocks(tokens, kernel));
+            return Launch { blocks, threads: kernel.threads, parts, unroll: 1, route_blocks: 0, chosen_by: choice.chosen_by(class) };
+        }
+        let Mapping { threads, split, .. } = choice.payload_mapping(class);
+        let small = num_tokens <= choice.small_route_tokens();
+        let route_blocks = if small { 1 } else { self.route_blocks(tokens, &self.route[0][IndexType::I32 as usize]) };
+        let blocks = choice.payload_blocks(tokens, class);
+        Launch { blocks, threads, parts: split.parts.into(), unroll: split.unroll.into(), route_blocks, chosen_by: choice.chosen_by(class) }
+    }
+
+    /// Whether rows travel without done words.
+    pub fn skips_signals(&self) -> bool {
+        self.choice.tuning.measure.skip_signals
     }
 
     pub fn limit_waiting(&mut self, blocks: u32) {
