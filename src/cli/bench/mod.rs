@@ -4,6 +4,7 @@
 mod agreement;
 mod decode;
 mod decode_step;
+pub mod ep;
 mod gate;
 mod gate_arms;
 mod slots;
@@ -25,6 +26,12 @@ pub enum Arguments {
     Gate(gate::Arguments),
     /// A whole decode step of a model with 40 layers, with the gate of a BLAS and with ours
     Decode(decode::Arguments),
+    /// Dispatch between ranks: the whole, the movement of rows alone, and what is beside it
+    Dispatch(Box<ep::Arguments>),
+    /// Combine between ranks
+    Combine(Box<ep::Arguments>),
+    /// Dispatch and combine in turns, and each of them
+    Pair(Box<ep::Arguments>),
 }
 
 /// Measures; `false` when a result was wrong.
@@ -32,6 +39,9 @@ pub fn bench(arguments: &Arguments, output: &mut Output) -> Result<bool> {
     match arguments {
         Arguments::Gate(arguments) => gate::bench(arguments, output),
         Arguments::Decode(arguments) => decode::bench(arguments, output),
+        Arguments::Dispatch(arguments) => ep::bench(ep::Phase::Dispatch, arguments, output),
+        Arguments::Combine(arguments) => ep::bench(ep::Phase::Combine, arguments, output),
+        Arguments::Pair(arguments) => ep::bench(ep::Phase::Pair, arguments, output),
     }
 }
 
@@ -75,11 +85,17 @@ impl Json {
 
 /// The machine, with the compiler of its kernels, and the version of cuBLASLt.
 fn environment(common: &Common) -> (Environment, Option<String>) {
-    let mut environment = Environment::record_with_diff(common.diff);
-    let nvrtc = || Nvrtc::get().ok()?.version().ok();
     let cublaslt = || CublasLt::get().ok()?.version().ok();
-    environment.nvrtc = nvrtc().map(|(major, minor)| format!("NVRTC {major}.{minor}"));
-    (environment, cublaslt().map(|(major, minor, patch)| format!("cuBLASLt {major}.{minor}.{patch}")))
+    (environment_with(common.diff), cublaslt().map(|(major, minor, patch)| format!("cuBLASLt {major}.{minor}.{patch}")))
+}
+
+/// The machine, with the compiler of its kernels.
+fn environment_with(diff: usize) -> Environment {
+    let nvrtc = || Nvrtc::get().ok()?.version().ok();
+    let nvrtc = nvrtc().map(|(major, minor)| format!("NVRTC {major}.{minor}"));
+    let mut environment = Environment::record_with_diff(diff);
+    environment.nvrtc = nvrtc;
+    environment
 }
 
 /// A line on stderr about how far the work is.
