@@ -18,7 +18,7 @@ use moe_kernels::measure::{IdleReport, idle};
 use moe_kernels::{Backend, Result};
 
 use self::case::Case;
-use self::options::{Launching, Shape, invalid};
+use self::options::{Launching, Programmatic, Shape, invalid};
 use self::rank::{Arm, Gate, Plan, RankResult};
 use self::record::{Job, Record, Run};
 use super::{Json, environment_with};
@@ -107,15 +107,23 @@ impl Arguments {
     }
 }
 
-/// The backend of the options, launching as they say.
+/// The backend of the options.
 pub fn backend(shape: &Shape, launching: &Launching) -> Result<Backend> {
-    Ok(match shape.backend()? {
-        Backend::Cuda(cuda) => Backend::Cuda(cuda.programmatic(launching.programmatic)),
-        other if launching.programmatic => {
-            return Err(invalid("--programmatic", "given", format!("absent on {}, which launches nothing", other.name())));
+    match shape.backend()? {
+        Backend::Cuda(cuda) => Ok(Backend::Cuda(cuda)),
+        other if launching.programmatic != Programmatic::Off => {
+            Err(invalid("--programmatic", "given", format!("absent on {}, which launches nothing", other.name())))
         }
-        other => other,
-    })
+        other => Ok(other),
+    }
+}
+
+/// The same, launching programmatically or not.
+pub fn launching(backend: &Backend, is_programmatic: bool) -> Backend {
+    match backend {
+        Backend::Cuda(cuda) => Backend::Cuda(cuda.clone().programmatic(is_programmatic)),
+        other => other.clone(),
+    }
 }
 
 /// The GPU of a backend, as one asks for it.
@@ -148,8 +156,11 @@ pub fn bench(phase: Phase, arguments: &Arguments, output: &mut Output) -> Result
         let case = Case::new(&arguments.shape, tokens)?;
         let copies = copies(&backend, &case)?;
         let gate = Gate::new(&backend, case.ranks)?;
-        let results = World::run(&backend, case.ranks, |world| rank::run(&world, &case, &plan, gate.clone()))?;
-        runs.push(Run::new(&case, &plan, rank::all(results)?, copies)?);
+        for &is_programmatic in arguments.launching.programmatic.each() {
+            let backend = launching(&backend, is_programmatic);
+            let results = World::run(&backend, case.ranks, |world| rank::run(&world, &case, &plan, gate.clone()))?;
+            runs.push(Run::new(&case, &plan, is_programmatic, rank::all(results)?, copies)?);
+        }
         progress.step();
     }
     drop(progress);
@@ -221,14 +232,17 @@ mod processes {
         let cases: Vec<Case> = arguments.shape.tokens.iter().map(|&tokens| Case::new(&arguments.shape, tokens)).collect::<Result<_>>()?;
         // Alone on the GPU, as far as this program goes: the others wait for rank 0.
         let copies: Vec<_> = cases.iter().map(|case| if is_first { copies(&backend, case) } else { Ok(None) }).collect::<Result<_>>()?;
-        let world = World::join(&backend, rendezvous)?;
         let mut runs = Vec::new();
+        let [is_programmatic] = *arguments.launching.programmatic.each() else {
+            return Err(invalid("--programmatic", "both", "on or off with --processes, which meet once"));
+        };
+        let world = World::join(&launching(&backend, is_programmatic), rendezvous)?;
         for (case, copies) in cases.iter().zip(copies) {
             let plan = arguments.plan(phase, case.num_tokens, &backend)?;
             let result = rank::run(&world, case, &plan, None);
             let all = gather(&world, result)?;
             if is_first {
-                runs.push(Run::new(case, &plan, all, copies)?);
+                runs.push(Run::new(case, &plan, is_programmatic, all, copies)?);
             }
         }
         let Some(json) = json else { return Ok(true) };

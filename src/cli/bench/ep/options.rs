@@ -88,8 +88,31 @@ pub struct Launching {
     #[arg(long, value_name = "[PHASE=]N")]
     pub sms: Vec<String>,
     /// Kernels are launched programmatically: they start while the one before them ends
-    #[arg(long)]
-    pub programmatic: bool,
+    #[arg(long, value_name = "WHEN", value_enum, num_args = 0..=1, default_value = "off", default_missing_value = "on")]
+    pub programmatic: Programmatic,
+}
+
+/// Whether launches are programmatic.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, ValueEnum)]
+pub enum Programmatic {
+    /// They are not
+    #[default]
+    Off,
+    /// They are
+    On,
+    /// Without, and then with
+    Both,
+}
+
+impl Programmatic {
+    /// One after the other.
+    pub fn each(self) -> &'static [bool] {
+        match self {
+            Programmatic::Off => &[false],
+            Programmatic::On => &[true],
+            Programmatic::Both => &[false, true],
+        }
+    }
 }
 
 /// Names of [`Quantize`].
@@ -263,7 +286,7 @@ mod tests {
 
     fn tuning(geometry: &[&str], sms: &[&str]) -> Result<Tuning> {
         let all = |texts: &[&str]| texts.iter().map(|text| (*text).to_owned()).collect();
-        Launching { geometry: all(geometry), sms: all(sms), programmatic: false }.tuning()
+        Launching { geometry: all(geometry), sms: all(sms), programmatic: Programmatic::Off }.tuning()
     }
 
     #[test]

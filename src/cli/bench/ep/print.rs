@@ -13,9 +13,8 @@ pub fn print(record: &Record, output: &mut Output) -> Result<()> {
     let what = if record.job.is_processes { "processes" } else { "threads" };
     let on = record.job.gpu.as_ref().map_or_else(|| "the CPU".to_owned(), |gpu| format!("one {gpu} that they share"));
     output.line(format_args!("{ranks} ranks ({what}) on {on}"))?;
-    let launched = if record.job.is_programmatic { ", launched programmatically" } else { "" };
     output.line(format_args!(
-        "hidden {hidden}, {dtype}, top {top_k} of {experts} experts, {routing} routing, {layout}, {mode}, wire {wire}{launched}"
+        "hidden {hidden}, {dtype}, top {top_k} of {experts} experts, {routing} routing, {layout}, {mode}, wire {wire}"
     ))?;
     if let Some(idle) = record.idle.as_ref().filter(|idle| !idle.is_idle()) {
         output.line(format_args!("NOT IDLE: {}", idle.reasons.join("; ")))?;
@@ -49,7 +48,12 @@ fn print_run(run: &Run, output: &mut Output) -> Result<()> {
         let [dispatch, combine] = run.num_launches.unwrap_or_default();
         format!("; dispatch {} ({dispatch} launches), combine {} ({combine})", launches.dispatch, launches.combine)
     });
-    output.heading(format_args!("{} tokens a rank, {} calls a sample{launches}", report::count(run.num_tokens as u64), run.rounds))?;
+    output.heading(format_args!(
+        "{} tokens a rank, {}{} calls a sample{launches}",
+        report::count(run.num_tokens as u64),
+        if run.is_programmatic { "programmatic launch, " } else { "" },
+        run.rounds
+    ))?;
     let slowest = &run.slowest;
     let of_copy = |times: Option<Statistics>, copy: &Option<moe_kernels::measure::ceiling::CopyCeiling>| match (times, copy) {
         (Some(times), Some(copy)) => format!("{:.3}", copy.best_seconds / times.median),

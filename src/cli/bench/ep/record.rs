@@ -31,7 +31,6 @@ pub struct Job {
     pub gpu: Option<String>,
     pub ranks: usize,
     pub is_processes: bool,
-    pub is_programmatic: bool,
     pub hidden: usize,
     pub top_k: usize,
     pub experts: usize,
@@ -66,7 +65,6 @@ impl Job {
             },
             ranks: s.ranks,
             is_processes: s.processes,
-            is_programmatic: a.launching.programmatic,
             hidden: s.hidden,
             top_k: s.top_k,
             experts: s.experts,
@@ -94,6 +92,7 @@ pub fn name<T: clap::ValueEnum>(value: &T) -> String {
 #[derive(serde::Serialize)]
 pub struct Run {
     pub num_tokens: usize,
+    pub is_programmatic: bool,
     pub rounds: usize,
     /// The slowest rank of each replay.
     pub slowest: Times,
@@ -153,7 +152,13 @@ pub struct Host {
 }
 
 impl Run {
-    pub fn new(case: &Case, plan: &Plan, results: Vec<RankResult>, copies: Option<[CopyCeiling; 2]>) -> Result<Self> {
+    pub fn new(
+        case: &Case,
+        plan: &Plan,
+        is_programmatic: bool,
+        results: Vec<RankResult>,
+        copies: Option<[CopyCeiling; 2]>,
+    ) -> Result<Self> {
         let of = |arm: Arm| -> Vec<&[f64]> { results.iter().filter_map(|result| super::samples(result, arm)).collect() };
         let slowest = |arm: Arm| -> Option<Vec<f64>> {
             let all = of(arm);
@@ -184,6 +189,7 @@ impl Run {
         }
         Ok(Run {
             num_tokens: case.num_tokens,
+            is_programmatic,
             rounds: plan.rounds,
             slowest: Times::new(slowest)?,
             ranks,
