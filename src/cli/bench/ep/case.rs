@@ -24,9 +24,8 @@ const CHUNK_BYTES: usize = 64 << 20;
 pub struct Case {
     pub config: Config,
     pub ranks: usize,
-    pub num_tokens: usize,
     pub seed: u64,
-    /// By rank.
+    /// By rank; their number of tokens is the rank's.
     pub routes: Vec<Routes>,
     /// Where every row goes; its payload is made anew when it is compared.
     placed: Dispatched,
@@ -70,25 +69,43 @@ impl std::ops::AddAssign for Traffic {
 }
 
 impl Case {
+    /// What the options of a benchmark ask for.
     pub fn new(shape: &Shape, num_tokens: usize) -> Result<Self> {
-        let config = shape.config(num_tokens)?;
-        config.plan(shape.ranks)?;
-        let routes = shape.routes(num_tokens)?;
+        Self::of(shape.config(num_tokens)?, shape.seed, shape.routes(num_tokens)?)
+    }
+
+    /// Rows that follow from `seed`, sent by these routes.
+    ///
+    /// # Errors
+    /// Rows that do not fit.
+    pub fn of(config: Config, seed: u64, routes: Vec<Routes>) -> Result<Self> {
+        let ranks = routes.len();
+        config.plan(ranks)?;
         // Rows of one element: the oracle says where they go, and holds no payload.
         let small = Config { hidden: 1, dtype: DType::F32, scale_bytes: 0, quantize: None, ..config.clone() };
         let tokens = |routes: &Routes| Tokens {
-            num_tokens,
-            x: vec![0; 4 * num_tokens],
+            num_tokens: routes.num_tokens,
+            x: vec![0; 4 * routes.num_tokens],
             topk_idx: routes.topk_idx.iter().map(|&id| i64::from(id)).collect(),
             topk_weights: Some(routes.topk_weights.clone()),
             scales: Vec::new(),
         };
-        let placed = dispatch(&small, shape.ranks, &routes.iter().map(tokens).collect::<Vec<_>>());
+        let placed = dispatch(&small, ranks, &routes.iter().map(tokens).collect::<Vec<_>>());
         let placed = placed.map_err(|demands| {
             let demands: Vec<String> = demands.iter().map(ToString::to_string).collect();
-            invalid("--routing", demands.join("; "), "rows that fit")
+            invalid("routes", demands.join("; "), "rows that fit")
         })?;
-        Ok(Case { config, ranks: shape.ranks, num_tokens, seed: shape.seed, routes, placed })
+        Ok(Case { config, ranks, seed, routes, placed })
+    }
+
+    /// The same routes with other rows.
+    pub fn replayed(&self, seed: u64) -> Self {
+        Case { config: self.config.clone(), ranks: self.ranks, seed, routes: self.routes.clone(), placed: self.placed.clone() }
+    }
+
+    /// Tokens of a rank.
+    pub fn num_tokens(&self, rank: usize) -> usize {
+        self.routes[rank].num_tokens
     }
 
     /// Rows that a rank receives, padding included.
@@ -127,9 +144,9 @@ impl Case {
         t.metadata_bytes = t.rows_out * record_bytes as u64 + 8 * (plan.num_count_words * (self.ranks - 1)) as u64;
         t.dispatch_out_bytes = t.rows_out * plan.row_bytes as u64 + t.metadata_bytes;
         t.dispatch_in_bytes = t.rows_in * plan.row_bytes as u64;
-        t.dispatch_moved_bytes = (self.num_tokens * x_row_bytes) as u64 + rows_all * plan.row_bytes as u64;
+        t.dispatch_moved_bytes = (self.num_tokens(rank) * x_row_bytes) as u64 + rows_all * plan.row_bytes as u64;
         t.combine_in_bytes = sum_rows * plan.wire_row_bytes as u64;
-        t.combine_moved_bytes = t.combine_in_bytes + (self.num_tokens * c.hidden * c.combine_dtype.size()) as u64;
+        t.combine_moved_bytes = t.combine_in_bytes + (self.num_tokens(rank) * c.hidden * c.combine_dtype.size()) as u64;
         Ok(t)
     }
 
@@ -153,7 +170,7 @@ impl Case {
 
     /// The rows of x of one copy, a chunk at a time.
     pub fn x(&self, rank: usize, copy: usize, write: impl FnMut(usize, &[u8]) -> Result<()>) -> Result<()> {
-        chunks(self.num_tokens, self.x_row_bytes(), |token, row| self.fill_x(rank, copy, token, row), write)
+        chunks(self.num_tokens(rank), self.x_row_bytes(), |token, row| self.fill_x(rank, copy, token, row), write)
     }
 
     /// The rows that experts write, a chunk at a time.
@@ -163,7 +180,7 @@ impl Case {
 
     /// The caller's scales `[T, S]`.
     pub fn scales(&self, rank: usize) -> Vec<u8> {
-        let mut scales = vec![0; self.num_tokens * self.config.scale_bytes];
+        let mut scales = vec![0; self.num_tokens(rank) * self.config.scale_bytes];
         if self.config.scale_bytes > 0 {
             let of_token = |(token, row): (usize, &mut [u8])| {
                 fill(DType::F32, &SplitMix64::stream(self.seed ^ SCALES << 56, (rank as u64) << 32 | token as u64), row);
@@ -211,10 +228,11 @@ impl Case {
     /// What is wrong with the results, if anything: `most` tokens, evenly spread, bit for bit.
     pub fn check_out(&self, rank: usize, out: &[u8], most: usize) -> Option<String> {
         let row_bytes = self.y_row_bytes();
-        let num = most.min(self.num_tokens);
+        let num_tokens = self.num_tokens(rank);
+        let num = most.min(num_tokens);
         let wrong = (0..num).into_par_iter().find_map_any(|i| {
             // The first and the last among them.
-            let token = if num > 1 { i * (self.num_tokens - 1) / (num - 1) } else { 0 };
+            let token = if num > 1 { i * (num_tokens - 1) / (num - 1) } else { 0 };
             let got = &out[token * row_bytes..][..row_bytes];
             (got != self.sum(rank, token)).then_some(token)
         });

@@ -2,6 +2,7 @@
 #![forbid(unsafe_code)]
 
 pub mod case;
+pub mod memory;
 pub mod options;
 mod print;
 pub mod rank;
@@ -238,7 +239,7 @@ mod processes {
         };
         let world = World::join(&launching(&backend, is_programmatic), rendezvous)?;
         for (case, copies) in cases.iter().zip(copies) {
-            let plan = arguments.plan(phase, case.num_tokens, &backend)?;
+            let plan = arguments.plan(phase, case.num_tokens(0), &backend)?;
             let result = rank::run(&world, case, &plan, None);
             let all = gather(&world, result)?;
             if is_first {

@@ -5,15 +5,16 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use moe_kernels::ep::{ExpertParallel, Launches, Measure, Tuning, World};
-use moe_kernels::gpu::{Buffer, Event, Graph, Stream, plain};
+use moe_kernels::gpu::{Event, Graph, Stream, plain};
 use moe_kernels::measure::delay::{self, delay};
 use moe_kernels::measure::timing::MAX_QUEUED;
 use moe_kernels::ops::combine::{self, ExpertRows};
 use moe_kernels::ops::dispatch::{Arrival, Input, NumTokens, Outputs, Payload, Routing};
 use moe_kernels::tensor::Layout;
-use moe_kernels::{Backend, DType, Error, Result, TensorView, TensorViewMut};
+use moe_kernels::{Backend, DType, Error, Result};
 
 use super::case::Case;
+use super::memory::Memory;
 
 /// What is timed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, serde::Serialize, serde::Deserialize)]
@@ -92,64 +93,6 @@ impl Gate {
     }
 }
 
-/// Memory of a rank, where its backend works.
-enum Memory {
-    /// In units of 16 bytes, to which rows are aligned.
-    Host(Vec<u128>),
-    Device(Buffer, Stream),
-}
-
-impl Memory {
-    fn new(backend: &Backend, len: usize) -> Result<Self> {
-        Ok(match backend {
-            Backend::Cuda(cuda) => Memory::Device(Buffer::new(cuda.device(), len.max(16))?, cuda.stream().clone()),
-            _ => Memory::Host(vec![0; len.div_ceil(16).max(1)]),
-        })
-    }
-
-    fn write(&mut self, at: usize, bytes: &[u8]) -> Result<()> {
-        match self {
-            Memory::Host(memory) => bytemuck::cast_slice_mut::<u128, u8>(memory)[at..][..bytes.len()].copy_from_slice(bytes),
-            Memory::Device(buffer, stream) => buffer.upload(stream, at, bytes)?,
-        }
-        Ok(())
-    }
-
-    fn read(&self, len: usize) -> Result<Vec<u8>> {
-        match self {
-            Memory::Host(memory) => Ok(bytemuck::cast_slice::<u128, u8>(memory)[..len].to_vec()),
-            Memory::Device(buffer, stream) => {
-                let mut bytes = vec![0; len];
-                buffer.download(stream, 0, &mut bytes)?;
-                Ok(bytes)
-            }
-        }
-    }
-
-    /// Fills it with ones: NaN in every float type.
-    fn poison(&mut self) -> Result<()> {
-        match self {
-            Memory::Host(memory) => memory.fill(u128::MAX),
-            Memory::Device(buffer, stream) => buffer.fill(stream, 0, buffer.len(), 0xFF)?,
-        }
-        Ok(())
-    }
-
-    fn view(&self, at: usize, layout: Layout) -> Result<TensorView<'_>> {
-        match self {
-            Memory::Host(memory) => TensorView::new(&bytemuck::cast_slice(memory)[at..], layout),
-            Memory::Device(buffer, _) => buffer.view(at, layout),
-        }
-    }
-
-    fn view_mut(&mut self, layout: Layout) -> Result<TensorViewMut<'_>> {
-        match self {
-            Memory::Host(memory) => TensorViewMut::new(bytemuck::cast_slice_mut(memory), layout),
-            Memory::Device(buffer, _) => buffer.view_mut(0, layout),
-        }
-    }
-}
-
 /// A rank with everything that its calls take.
 pub struct Rank<'a> {
     world: &'a World,
@@ -171,7 +114,7 @@ impl<'a> Rank<'a> {
     /// Collective.
     pub fn new(world: &'a World, case: &'a Case, plan: &Plan, gate: Option<Arc<Gate>>) -> Result<Self> {
         let (backend, rank, config) = (world.backend(), world.rank().index(), &case.config);
-        let num_tokens = case.num_tokens;
+        let num_tokens = case.num_tokens(rank);
         // All memory before anything waits for a peer, and none is freed before nothing does.
         let x_bytes = num_tokens * config.hidden * config.dtype.size();
         let mut x = Memory::new(&backend, plan.inputs * x_bytes)?;
@@ -218,8 +161,12 @@ impl<'a> Rank<'a> {
             && self.ep.launches(1).is_some_and(|l| l.dispatch.route_blocks == 0)
     }
 
+    fn num_tokens(&self) -> usize {
+        self.case.num_tokens(self.world.rank().index())
+    }
+
     fn layouts(&self) -> Result<[Layout; 4]> {
-        let (c, num_tokens) = (&self.case.config, self.case.num_tokens);
+        let (c, num_tokens) = (&self.case.config, self.num_tokens());
         Ok([
             Layout::contiguous("bench", c.dtype, &[num_tokens, c.hidden])?,
             Layout::contiguous("bench", DType::I32, &[num_tokens, c.k])?,
@@ -250,7 +197,7 @@ impl<'a> Rank<'a> {
                 ExpertRows::Staged(y.view(0, Layout::contiguous("bench", c.combine_dtype, &[rows, c.hidden])?)?)
             }
         };
-        let out = self.out.view_mut(Layout::contiguous("bench", c.combine_dtype, &[self.case.num_tokens, c.hidden])?)?;
+        let out = self.out.view_mut(Layout::contiguous("bench", c.combine_dtype, &[self.num_tokens(), c.hidden])?)?;
         let output = combine::Output { out, add_to: None, topk_weights: None };
         Ok(self.ep.combine(&self.routing, arrival, &combine::Input { y, row_weights: None }, output)?)
     }
@@ -267,21 +214,10 @@ impl<'a> Rank<'a> {
 
     /// Puts the experts' rows into the bank, unless they are the caller's.
     fn write_expert_rows(&mut self, arrival: &mut Arrival) -> Result<()> {
-        if self.y.is_some() {
-            return Ok(());
+        match self.y {
+            Some(_) => Ok(()),
+            None => write_expert_rows(self.case, self.world.rank().index(), self.stream.as_ref(), arrival),
         }
-        let (rank, row_bytes) = (self.world.rank().index(), self.case.config.hidden * self.case.config.combine_dtype.size());
-        let stream = self.stream.clone();
-        self.case.y(rank, |at, bytes| {
-            let mut rows = arrival.expert_rows(at / row_bytes, bytes.len() / row_bytes)?;
-            match &stream {
-                Some(stream) => stream.write(&mut rows, bytes),
-                None => {
-                    rows.host_mut("bench", "rows")?[..bytes.len()].copy_from_slice(bytes);
-                    Ok(())
-                }
-            }
-        })
     }
 
     /// A round whose results are compared; what is wrong, if anything.
@@ -300,7 +236,7 @@ impl<'a> Rank<'a> {
     fn check_out(&mut self) -> Result<Option<String>> {
         self.ep.synchronize()?;
         let c = &self.case.config;
-        let out = self.out.read(self.case.num_tokens * c.hidden * c.combine_dtype.size())?;
+        let out = self.out.read(self.num_tokens() * c.hidden * c.combine_dtype.size())?;
         Ok(self.case.check_out(self.world.rank().index(), &out, self.plan.check_tokens))
     }
 
@@ -476,7 +412,7 @@ impl<'a> Rank<'a> {
             }
         }
         wrong.extend(self.check()?);
-        let launches = self.ep.launches(self.case.num_tokens);
+        let launches = self.ep.launches(self.num_tokens());
         Ok(RankResult { rank: self.world.rank().index(), samples, host, launches, num_launches, wrong })
     }
 
@@ -484,6 +420,21 @@ impl<'a> Rank<'a> {
     pub fn end(self) -> Result<()> {
         self.settle()
     }
+}
+
+/// Puts the rows of a rank's experts into the bank.
+pub fn write_expert_rows(case: &Case, rank: usize, stream: Option<&Stream>, arrival: &mut Arrival) -> Result<()> {
+    let row_bytes = case.config.hidden * case.config.combine_dtype.size();
+    case.y(rank, |at, bytes| {
+        let mut rows = arrival.expert_rows(at / row_bytes, bytes.len() / row_bytes)?;
+        match stream {
+            Some(stream) => stream.write(&mut rows, bytes),
+            None => {
+                rows.host_mut("bench", "rows")?[..bytes.len()].copy_from_slice(bytes);
+                Ok(())
+            }
+        }
+    })
 }
 
 /// One rank's part, from its memory to its end. Collective.

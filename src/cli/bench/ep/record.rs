@@ -188,7 +188,7 @@ impl Run {
             });
         }
         Ok(Run {
-            num_tokens: case.num_tokens,
+            num_tokens: case.num_tokens(0),
             is_programmatic,
             rounds: plan.rounds,
             slowest: Times::new(slowest)?,
