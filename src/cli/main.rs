@@ -8,6 +8,7 @@ mod inspect;
 mod names;
 mod output;
 mod run;
+mod stress;
 
 use std::process::ExitCode;
 
@@ -39,6 +40,8 @@ enum Command {
     /// Time operations on a GPU, beside what they replace
     #[command(subcommand)]
     Bench(bench::Arguments),
+    /// Many rounds of dispatch and combine between ranks that are late, skewed or empty; every output compared
+    Stress(stress::Arguments),
     /// Describe the machine: CPU, memory, GPUs, versions, cache folder
     Info(info::Arguments),
     /// Registers, spills and sizes of each GPU kernel on each architecture, compiled here without a GPU
@@ -87,6 +90,7 @@ fn main() -> ExitCode {
         Some(Command::Check(arguments)) => check::check(&arguments, &mut output),
         Some(Command::Info(arguments)) => info::info(&arguments, &mut output),
         Some(Command::Inspect(arguments)) => inspect::inspect(&arguments, &mut output),
+        Some(Command::Stress(arguments)) => stress::stress(&arguments, &mut output),
         Some(Command::Run(arguments)) => run::run(&arguments, &mut output),
         None => run::run(&arguments.run, &mut output),
     };
