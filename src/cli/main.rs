@@ -9,6 +9,7 @@ mod names;
 mod output;
 mod run;
 mod stress;
+mod tune;
 
 use std::process::ExitCode;
 
@@ -42,6 +43,8 @@ enum Command {
     Bench(bench::Arguments),
     /// Many rounds of dispatch and combine between ranks that are late, skewed or empty; every output compared
     Stress(stress::Arguments),
+    /// Search the geometry of dispatch and combine on this GPU, and write it as a table
+    Tune(Box<tune::Arguments>),
     /// Describe the machine: CPU, memory, GPUs, versions, cache folder
     Info(info::Arguments),
     /// Registers, spills and sizes of each GPU kernel on each architecture, compiled here without a GPU
@@ -91,6 +94,7 @@ fn main() -> ExitCode {
         Some(Command::Info(arguments)) => info::info(&arguments, &mut output),
         Some(Command::Inspect(arguments)) => inspect::inspect(&arguments, &mut output),
         Some(Command::Stress(arguments)) => stress::stress(&arguments, &mut output),
+        Some(Command::Tune(arguments)) => tune::tune(&arguments, &mut output),
         Some(Command::Run(arguments)) => run::run(&arguments, &mut output),
         None => run::run(&arguments.run, &mut output),
     };

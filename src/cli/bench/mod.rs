@@ -63,10 +63,10 @@ struct Common {
 }
 
 /// A file that was opened before the work, so that a bad path is known at once.
-struct Json(Option<(PathBuf, File)>);
+pub struct Json(Option<(PathBuf, File)>);
 
 impl Json {
-    fn create(path: Option<&Path>) -> Result<Self> {
+    pub fn create(path: Option<&Path>) -> Result<Self> {
         let create = |path: &Path| match File::create(path) {
             Ok(file) => Ok((path.to_owned(), file)),
             Err(error) => Err(Error::Io { what: format!("creating {}", path.display()), why: error.to_string() }),
@@ -74,7 +74,7 @@ impl Json {
         Ok(Json(path.map(create).transpose()?))
     }
 
-    fn write(self, record: &impl serde::Serialize) -> Result<()> {
+    pub fn write(self, record: &impl serde::Serialize) -> Result<()> {
         let Some((path, mut file)) = self.0 else { return Ok(()) };
         let failed = |why: String| Error::Io { what: format!("writing {}", path.display()), why };
         let mut json = serde_json::to_vec_pretty(record).map_err(|error| failed(error.to_string()))?;

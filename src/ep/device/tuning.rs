@@ -138,6 +138,11 @@ pub(crate) enum Class {
 impl Class {
     pub const ALL: [Class; 3] = [Class::Few, Class::Some, Class::Many];
 
+    /// The number of tokens that stands for a class.
+    pub fn typical(self) -> u32 {
+        [1, 128, 4096][self as usize]
+    }
+
     /// Measured (one H200, 7168 bf16, top-8 of 256) at 1, 128 and 4096 tokens; the bounds between them are arbitrary.
     pub fn of(num_tokens: u32) -> Self {
         match num_tokens {

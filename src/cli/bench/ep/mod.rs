@@ -94,6 +94,7 @@ impl Arguments {
             arms,
             tuning: self.launching.tuning()?,
             rounds,
+            warmup: 1,
             repeats: self.repeats.into(),
             inputs: self.inputs.into(),
             staged: self.shape.staged,

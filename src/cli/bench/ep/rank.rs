@@ -39,6 +39,8 @@ pub struct Plan {
     pub tuning: Tuning,
     /// Calls in a graph, or between two looks at the clock.
     pub rounds: usize,
+    /// Samples before those that count.
+    pub warmup: usize,
     /// Samples.
     pub repeats: usize,
     /// Copies of x that take turns.
@@ -285,6 +287,11 @@ impl<'a> Rank<'a> {
         Ok(Some(graph))
     }
 
+    /// How calls are launched now.
+    pub fn launches(&self) -> Option<Launches> {
+        self.ep.launches(self.num_tokens())
+    }
+
     /// Other launches from now on. Collective.
     pub fn retune(&mut self, tuning: Tuning) -> Result<()> {
         self.settle()?;
@@ -369,12 +376,11 @@ impl<'a> Rank<'a> {
                     graphs.push((arm, graph, Vec::new()));
                 }
             }
-            for repeat in 0..=plan.repeats {
+            for repeat in 0..plan.warmup + plan.repeats {
                 let order: Vec<usize> = if repeat % 2 == 0 { (0..graphs.len()).collect() } else { (0..graphs.len()).rev().collect() };
                 for at in order {
                     let seconds = self.time(&graphs[at].1)?;
-                    // The first replay of each warms up.
-                    if repeat > 0 {
+                    if repeat >= plan.warmup {
                         graphs[at].2.push(seconds);
                     }
                 }
@@ -402,17 +408,17 @@ impl<'a> Rank<'a> {
         } else {
             let arms: Vec<Arm> = plan.arms.iter().copied().filter(|arm| matches!(arm, Arm::Dispatch | Arm::Pair)).collect();
             samples.extend(arms.iter().map(|&arm| (arm, Vec::new())));
-            for repeat in 0..=plan.repeats {
+            for repeat in 0..plan.warmup + plan.repeats {
                 for (at, &arm) in arms.iter().enumerate() {
                     let seconds = self.time_eagerly(arm)?;
-                    if repeat > 0 {
+                    if repeat >= plan.warmup {
                         samples[at].1.push(seconds);
                     }
                 }
             }
         }
         wrong.extend(self.check()?);
-        let launches = self.ep.launches(self.num_tokens());
+        let launches = self.launches();
         Ok(RankResult { rank: self.world.rank().index(), samples, host, launches, num_launches, wrong })
     }
 

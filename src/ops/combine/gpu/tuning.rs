@@ -7,6 +7,7 @@ use rayon::prelude::*;
 use super::params::{CombineParameters, PrepareParameters, SendParameters};
 use super::spec::{Add, KERNELS, Kind, Row, Spec};
 use crate::ep::device::shape::{self, Shape, Waiting};
+use crate::ep::device::table::{Key, Measured, TablePhase};
 use crate::ep::device::tuning::{
     ChosenBy, Class, LANES, Launch, PhaseTuning, Split, Tokens, Tuning, blocks_for, registers, without_repeats,
 };
@@ -31,6 +32,8 @@ pub(super) struct Choice {
     pub max_tokens: u32,
     pub ranks_on_device: u32,
     pub tuning: Tuning,
+    /// What a table says of this GPU.
+    pub measured: Measured,
 }
 
 /// Threads of a block, the split of a row of the result, rows at a time.
@@ -52,6 +55,7 @@ impl Choice {
             max_tokens: c.max_tokens as u32,
             ranks_on_device,
             tuning,
+            measured: Measured::default(),
         }
     }
 
@@ -60,8 +64,24 @@ impl Choice {
     }
 
     /// What chooses threads and blocks.
-    pub fn chosen_by(&self, _class: Class) -> ChosenBy {
-        if self.phase().geometry.is_some() { ChosenBy::Caller } else { ChosenBy::Rule }
+    pub fn chosen_by(&self, class: Class) -> ChosenBy {
+        match (self.phase().geometry, self.measured.threads(self.reachable(class))) {
+            (Some(_), _) => ChosenBy::Caller,
+            (None, Some(_)) => ChosenBy::Table,
+            (None, None) => ChosenBy::Rule,
+        }
+    }
+
+    /// Threads of a block: those of the caller, of a table, or what the rule has chosen.
+    fn threads(&self, class: Class, chosen: u32) -> u32 {
+        let measured = self.measured.threads(class).unwrap_or(chosen);
+        self.phase().geometry.map_or(measured, |(_, threads)| threads)
+    }
+
+    /// Blocks, likewise.
+    fn blocks(&self, tokens: Tokens, class: Class, chosen: u32) -> u32 {
+        let measured = self.measured.blocks(tokens.likely, class).unwrap_or(chosen);
+        self.within(self.phase().geometry.map_or(measured, |(blocks, _)| blocks))
     }
 
     fn is_small_world(&self) -> bool {
@@ -94,7 +114,7 @@ impl Choice {
             Class::Few | Class::Some => 256,
             Class::Many => 512,
         };
-        let threads = self.phase().geometry.map_or(chosen, |(_, threads)| threads);
+        let threads = self.threads(class, chosen);
         let groups = self.row.num_vectors().div_ceil(LANES);
         let (parts, unroll) = match class {
             Class::Few => (groups, 1),
@@ -142,7 +162,7 @@ impl Choice {
     pub fn combine_blocks(&self, tokens: Tokens, class: Class) -> u32 {
         let Mapping { threads, split, .. } = self.mapping(class);
         let chosen = blocks_for(u64::from(tokens.likely) * u64::from(split.parts), threads);
-        self.within(self.phase().geometry.map_or(chosen, |(blocks, _)| blocks))
+        self.blocks(tokens, self.reachable(class), chosen)
     }
 
     pub fn prepare_blocks(&self, tokens: Tokens, class: Class) -> u32 {
@@ -190,6 +210,8 @@ pub(crate) struct Loaded {
 impl Loaded {
     pub fn load(device: &Device, c: &Config, p: &Plan, ranks_on_device: u32, tuning: Tuning) -> Result<Self> {
         let choice = Choice::new(c, p, ranks_on_device, tuning);
+        let key = Key::new(TablePhase::Combine, c, p, choice.ranks_on_device, tuning.combine.sms);
+        let choice = Choice { measured: Measured::find(&device.properties().name, &key), ..choice };
         // All at once first; what follows finds them loaded.
         choice.all().into_par_iter().try_for_each(|spec| KERNELS.load(device, spec).map(|_| ()))?;
         fn of<P>(device: &Device, choice: &Choice, spec: Spec) -> Result<shape::Loaded<P>> {
@@ -227,7 +249,11 @@ impl Loaded {
                 Class::Many => u32::MAX,
             };
             for kernel in self.combine[class as usize].iter().flatten() {
-                all.push(kernel.waiting(device, "combine", self.combine_blocks(Tokens::exactly(most), class, kernel))?);
+                let blocks = self.combine_blocks(Tokens::exactly(most), class, kernel);
+                // Another number of tokens of a table may have more.
+                let measured =
+                    if self.choice.phase().geometry.is_some() { 1 } else { self.choice.within(self.choice.measured.most_blocks(class)) };
+                all.push(kernel.waiting(device, "combine", blocks.max(measured.min(kernel.most_blocks).min(self.most_waiting)))?);
             }
         }
         Ok(all)
