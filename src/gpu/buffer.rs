@@ -1,6 +1,7 @@
 //! Device memory and pinned host memory.
 
 use std::ffi::c_void;
+use std::sync::atomic::AtomicU64;
 
 use super::device::Device;
 use super::known;
@@ -189,6 +190,16 @@ impl Pinned {
     pub fn bytes_mut(&mut self) -> &mut [u8] {
         // SAFETY: as above, and `self` is borrowed alone.
         unsafe { std::slice::from_raw_parts_mut(self.pointer.cast(), self.len) }
+    }
+
+    /// The word of 64 bits at byte `at`, which a kernel may be writing.
+    ///
+    /// # Panics
+    /// When the word does not lie in the memory, or `at` is no multiple of 8.
+    pub(crate) fn word(&self, at: usize) -> &AtomicU64 {
+        assert!(at.is_multiple_of(8) && at + 8 <= self.len, "word at {at} of {}", self.len);
+        // SAFETY: inside the memory, aligned (the memory is to a page), and any bits are a number.
+        unsafe { AtomicU64::from_ptr(self.pointer.cast::<u8>().add(at).cast()) }
     }
 
     /// The address by which the device reaches it.
