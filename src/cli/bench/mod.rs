@@ -5,6 +5,7 @@ mod agreement;
 mod decode;
 mod decode_step;
 pub mod ep;
+mod gap;
 mod gate;
 mod gate_arms;
 mod slots;
@@ -32,6 +33,8 @@ pub enum Arguments {
     Combine(Box<ep::Arguments>),
     /// Dispatch and combine in turns, and each of them
     Pair(Box<ep::Arguments>),
+    /// How far dispatch and combine are apart, on a GPU that is verified to be idle; raw data, summary and machine are kept
+    Gap(Box<gap::Arguments>),
 }
 
 /// Measures; `false` when a result was wrong.
@@ -41,6 +44,7 @@ pub fn bench(arguments: &Arguments, output: &mut Output) -> Result<bool> {
         Arguments::Decode(arguments) => decode::bench(arguments, output),
         Arguments::Dispatch(arguments) => ep::bench(ep::Phase::Dispatch, arguments, output),
         Arguments::Combine(arguments) => ep::bench(ep::Phase::Combine, arguments, output),
+        Arguments::Gap(arguments) => gap::bench(arguments, output),
         Arguments::Pair(arguments) => ep::bench(ep::Phase::Pair, arguments, output),
     }
 }

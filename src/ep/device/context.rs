@@ -47,10 +47,14 @@ impl ObjectKernels {
         Launches { dispatch: self.dispatch.launches(num_tokens), combine: self.combine.launches(num_tokens) }
     }
 
-    /// Grids whose blocks wait get at most so many blocks from now on: what the registry allows.
-    pub fn limit_waiting(&mut self, blocks: u32) {
-        self.dispatch.limit_waiting(blocks);
-        self.combine.limit_waiting(blocks);
+    /// Grids whose blocks wait get at most so many blocks from now on: what the registry allows. Not those of a phase whose geometry the caller has chosen.
+    pub fn limit_waiting(&mut self, blocks: u32, [dispatch_is_chosen, combine_is_chosen]: [bool; 2]) {
+        if !dispatch_is_chosen {
+            self.dispatch.limit_waiting(blocks);
+        }
+        if !combine_is_chosen {
+            self.combine.limit_waiting(blocks);
+        }
     }
 }
 

@@ -32,7 +32,7 @@ pub(crate) struct End {
     /// Replaced when the object changes its stream.
     ctx: RwLock<Ctx>,
     abort: Option<AbortLine>,
-    record: Option<Pinned>,
+    record: Option<Arc<Pinned>>,
     /// `None` only inside [`retune`](Self::retune).
     permit: Mutex<Option<Permit>>,
     ranks_on_device: u32,
@@ -44,7 +44,7 @@ pub(crate) struct End {
 }
 
 /// Records of objects that are gone. Freeing pinned memory waits for all work of the device, which may wait for the rank that frees.
-static SPARE_RECORDS: Mutex<Vec<Pinned>> = Mutex::new(Vec::new());
+static SPARE_RECORDS: Mutex<Vec<Arc<Pinned>>> = Mutex::new(Vec::new());
 
 static LOADING: Mutex<()> = Mutex::new(());
 
@@ -77,7 +77,7 @@ impl End {
                 }
             }
             let record = record(device)?;
-            let abort = AbortLine::new(world, device, &memories, layout.regions.signals + layout.signals.abort)?;
+            let abort = AbortLine::new(world, &record, std::mem::offset_of!(HostRecord, abort));
             Ok((kernels, permit, private, record, abort, timeout.clone()?))
         };
         let own = own();
@@ -259,25 +259,24 @@ fn permit(device: &Device, holder: Holder, ranks_here: usize, kernels: &mut Obje
         let moments = kernels.waiting(device)?.into_iter().map(|waiting| vec![grid(waiting)]).collect();
         registry::register(OP, device, holder, ranks_here, Demand { moments, other: Other::ANY })
     };
-    let first = ask(kernels);
-    let is_chosen = tuning.dispatch.geometry.is_some() || tuning.combine.geometry.is_some();
-    if is_chosen || !matches!(first, Err(Error::Invalid { .. })) {
-        return first;
+    let is_chosen = [tuning.dispatch.geometry.is_some(), tuning.combine.geometry.is_some()];
+    // Most that the rest of the device, but for one multiprocessor, holds of each of the others.
+    let mut blocks = (limits.sms.saturating_sub(1) / (ranks_here.max(2) as u32 - 1)).max(1);
+    let mut result = ask(kernels);
+    while matches!(result, Err(Error::Invalid { .. })) && blocks > 0 && is_chosen != [true; 2] {
+        kernels.limit_waiting(blocks, is_chosen);
+        result = ask(kernels);
+        blocks -= blocks.div_ceil(16); // arbitrary: few steps, and no large one
     }
-    let mut blocks = limits.sms / ranks_here.max(1) as u32;
-    loop {
-        kernels.limit_waiting(blocks);
-        match ask(kernels) {
-            Err(Error::Invalid { .. }) if blocks > 1 => blocks = blocks * 3 / 4, // arbitrary: few steps, and no large one
-            other => return other,
-        }
-    }
+    result
 }
 
-fn record(device: &Device) -> Result<Pinned> {
+fn record(device: &Device) -> Result<Arc<Pinned>> {
     let spare = lock(&SPARE_RECORDS).pop();
-    let mut pinned = spare.map_or_else(|| Pinned::new(device, size_of::<HostRecord>()), Ok)?;
-    pinned.bytes_mut().fill(0);
+    let pinned = spare.map_or_else(|| Pinned::new(device, size_of::<HostRecord>()).map(Arc::new), Ok)?;
+    for at in (0..size_of::<HostRecord>()).step_by(8) {
+        pinned.word(at).store(0, Ordering::Relaxed);
+    }
     Ok(pinned)
 }
 

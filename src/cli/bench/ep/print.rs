@@ -105,14 +105,16 @@ fn print_run(run: &Run, output: &mut Output) -> Result<()> {
             or_dash(rank.times.combine, |t| us(t.median)),
             or_dash(rank.dispatch_link_bytes_per_second, giga),
             or_dash(rank.combine_link_bytes_per_second, giga),
-            report::count(rank.traffic.rows_out),
-            report::count(rank.traffic.rows_in),
-            report::count(rank.traffic.metadata_bytes),
+            rank.traffic.rows_out.to_string(),
+            rank.traffic.rows_in.to_string(),
+            rank.traffic.metadata_bytes.to_string(),
             or_dash(rank.host.as_ref(), |h| us(h.dispatch.median)),
             or_dash(rank.host.as_ref(), |h| us(h.combine.median)),
             or_dash(rank.host.as_ref(), |h| us(h.bare_launch.median)),
+            or_dash(rank.host.as_ref(), |h| us(h.bare_launch_in_turns.median)),
         ]
     };
-    let header = ["rank", "dispatch", "combine", "link", "link", "rows out", "in", "meta bytes", "host d", "host c", "bare"];
+    output.line("each rank: us; GB/s that leave it; rows out and in; metadata bytes; us of the host for a dispatch, a combine, a bare launch, one of two in turns")?;
+    let header = ["rank", "dispatch", "combine", "link d", "link c", "out", "in", "meta", "host d", "host c", "bare", "turns"];
     output.table(&header, run.ranks.iter().map(of_rank))
 }

@@ -72,8 +72,10 @@ pub struct RankResult {
 pub struct HostCost {
     pub dispatch: Vec<f64>,
     pub combine: Vec<f64>,
-    /// A bare launch.
+    /// A bare launch, of one kernel that does nothing.
     pub bare: Vec<f64>,
+    /// The same of two kernels in turns, as a call that launches several has them.
+    pub bare_in_turns: Vec<f64>,
 }
 
 /// Holds back the streams of all ranks of a process until each has its work.
@@ -87,7 +89,7 @@ impl Gate {
     /// Nothing to hold back on a CPU, or for ranks in processes of their own.
     pub fn new(backend: &Backend, ranks: usize) -> Result<Option<Arc<Self>>> {
         let Backend::Cuda(cuda) = backend else { return Ok(None) };
-        let stream = Stream::urgent(cuda.device())?;
+        let stream = Stream::new(cuda.device())?;
         delay::load(&stream)?;
         // Arbitrary: longer than the threads need to wake up and queue a graph each.
         let time = Duration::from_micros(400 + 100 * ranks as u64);
@@ -336,7 +338,7 @@ impl<'a> Rank<'a> {
         // All of them together stay below what the driver queues without waiting.
         let num_calls = (MAX_QUEUED / num_launches.iter().sum::<usize>().max(1)).clamp(1, 40); // 40: arbitrary
         let is_programmatic = matches!(self.world.backend(), Backend::Cuda(cuda) if cuda.is_programmatic());
-        let mut cost = HostCost { dispatch: Vec::new(), combine: Vec::new(), bare: Vec::new() };
+        let mut cost = HostCost { dispatch: Vec::new(), combine: Vec::new(), bare: Vec::new(), bare_in_turns: Vec::new() };
         for sample in 0..=self.plan.repeats {
             self.settle()?;
             let (mut dispatch, mut combine) = (Duration::ZERO, Duration::ZERO);
@@ -353,11 +355,18 @@ impl<'a> Rank<'a> {
             let num_bare = num_calls * num_launches.iter().sum::<usize>();
             (0..num_bare).try_for_each(|_| plain::empty(&stream, is_programmatic))?;
             let bare = start.elapsed();
+            self.settle()?;
+            let start = Instant::now();
+            let in_turns =
+                |i: usize| if i.is_multiple_of(2) { plain::empty(&stream, is_programmatic) } else { delay(&stream, Duration::ZERO) };
+            (0..num_bare).try_for_each(in_turns)?;
+            let bare_in_turns = start.elapsed();
             // The first warms up.
             if sample > 0 {
                 cost.dispatch.push(dispatch.as_secs_f64() / num_calls as f64);
                 cost.combine.push(combine.as_secs_f64() / num_calls as f64);
                 cost.bare.push(bare.as_secs_f64() / num_bare.max(1) as f64);
+                cost.bare_in_turns.push(bare_in_turns.as_secs_f64() / num_bare.max(1) as f64);
             }
         }
         self.settle()?;

@@ -146,6 +146,8 @@ pub struct Host {
     pub dispatch: Statistics,
     pub combine: Statistics,
     pub bare_launch: Statistics,
+    /// Two kernels in turns.
+    pub bare_launch_in_turns: Statistics,
     /// A dispatch, less as many bare launches as it makes, for each of them; the same of a combine.
     pub dispatch_beyond_per_launch: f64,
     pub combine_beyond_per_launch: f64,
@@ -239,6 +241,7 @@ impl Host {
             dispatch,
             combine,
             bare_launch,
+            bare_launch_in_turns: statistics(&host.bare_in_turns)?,
         })
     }
 }

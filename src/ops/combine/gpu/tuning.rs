@@ -111,6 +111,8 @@ impl Choice {
         let chosen = match class {
             _ if self.phase().sms.is_some() => 512,
             Class::Few if self.is_small_world() => 512,
+            // So many ranks share the device that few blocks of each may wait at once.
+            Class::Some if self.ranks_on_device > 2 => 512,
             Class::Few | Class::Some => 256,
             Class::Many => 512,
         };
