@@ -27,7 +27,7 @@ pub struct Arguments {
     #[arg(long, value_name = "N,..", value_delimiter = ',', default_value = "0")]
     sms: Vec<u32>,
     /// A geometry must be faster by so many per cent than what is chosen now
-    #[arg(long, value_name = "PERCENT", default_value_t = 2.0)]
+    #[arg(long, value_name = "PERCENT", default_value_t = 2.0, allow_negative_numbers = true)]
     margin: f64,
     /// Samples of each geometry, in turns with all others
     #[arg(long, value_name = "N", default_value_t = 5, value_parser = clap::value_parser!(u16).range(1..=1000))]

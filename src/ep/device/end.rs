@@ -255,8 +255,11 @@ fn permit(device: &Device, holder: Holder, ranks_here: usize, kernels: &mut Obje
             let blocks_per_sm = per_sm.into_iter().min().unwrap_or(0);
             registry::Waiting { name: grid.name, blocks: grid.most_blocks, block, blocks_per_sm }
         };
-        // Where ranks share a device a kernel lets nothing start before its own waits are over (docs/ep-gpu.md): one grid waits at a time.
-        let moments = kernels.waiting(device)?.into_iter().map(|waiting| vec![grid(waiting)]).collect();
+        // Where ranks share a device a kernel lets nothing start before its own waits are over (docs/ep-gpu.md): one grid waits at a time. With `early` the
+        // next one is there while the last block of `payload` waits.
+        let waiting: Vec<registry::Waiting> = kernels.waiting(device)?.into_iter().map(grid).collect();
+        let before = waiting.iter().find(|grid| grid.name == "payload").filter(|_| tuning.early).copied();
+        let moments = waiting.into_iter().map(|grid| [Some(grid), before].into_iter().flatten().collect()).collect();
         registry::register(OP, device, holder, ranks_here, Demand { moments, other: Other::ANY })
     };
     let is_chosen = [tuning.dispatch.geometry.is_some(), tuning.combine.geometry.is_some()];

@@ -46,6 +46,9 @@ pub struct Arguments {
     /// Also dispatches whose rows go to the rank's own memory: everything but the fabric
     #[arg(long)]
     pub local: bool,
+    /// Instead of --sms: the same with each of these numbers of multiprocessors for both phases, one after the other
+    #[arg(long, value_name = "N,..", value_delimiter = ',', conflicts_with_all = ["sms", "processes"])]
+    pub sweep_sms: Vec<u32>,
     /// Calls between two looks at the clock: on a GPU a graph of so many [default: 60 below 512 tokens, 30 below 4096, else 20; on a CPU 10]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=10_000))]
     pub rounds: Option<u16>,
@@ -105,7 +108,21 @@ impl Arguments {
 
     pub fn check(&self) -> Result<()> {
         self.shape.check()?;
+        if self.sweep_sms.contains(&0) {
+            return Err(invalid("--sweep-sms", 0, "numbers from 1 on"));
+        }
         self.launching.tuning().map(|_| ())
+    }
+
+    /// The plan for each number of multiprocessors; the plan itself without any.
+    fn swept(&self, plan: &Plan) -> Vec<Plan> {
+        let with = |&sms: &u32| {
+            let mut plan = plan.clone();
+            plan.tuning.dispatch.sms = Some(sms);
+            plan.tuning.combine.sms = Some(sms);
+            plan
+        };
+        if self.sweep_sms.is_empty() { vec![plan.clone()] } else { self.sweep_sms.iter().map(with).collect() }
     }
 }
 
@@ -160,8 +177,10 @@ pub fn bench(phase: Phase, arguments: &Arguments, output: &mut Output) -> Result
         let gate = Gate::new(&backend, case.ranks)?;
         for &is_programmatic in arguments.launching.programmatic.each() {
             let backend = launching(&backend, is_programmatic);
-            let results = World::run(&backend, case.ranks, |world| rank::run(&world, &case, &plan, gate.clone()))?;
-            runs.push(Run::new(&case, &plan, is_programmatic, rank::all(results)?, copies)?);
+            for plan in arguments.swept(&plan) {
+                let results = World::run(&backend, case.ranks, |world| rank::run(&world, &case, &plan, gate.clone()))?;
+                runs.push(Run::new(&case, &plan, is_programmatic, rank::all(results)?, copies)?);
+            }
         }
         progress.step();
     }

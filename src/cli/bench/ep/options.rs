@@ -90,6 +90,9 @@ pub struct Launching {
     /// Kernels are launched programmatically: they start while the one before them ends
     #[arg(long, value_name = "WHEN", value_enum, num_args = 0..=1, default_value = "off", default_missing_value = "on")]
     pub programmatic: Programmatic,
+    /// With programmatic launch, ranks that share a GPU: combine may start while the dispatch before it still waits for rows
+    #[arg(long)]
+    pub early: bool,
 }
 
 /// Whether launches are programmatic.
@@ -231,7 +234,7 @@ impl Launching {
     /// # Errors
     /// An option that is no geometry or no number, or names no phase.
     pub fn tuning(&self) -> Result<Tuning> {
-        let mut tuning = Tuning { measure: Measure::default(), ..Tuning::default() };
+        let mut tuning = Tuning { early: self.early, measure: Measure::default(), ..Tuning::default() };
         for text in &self.geometry {
             const WANT: &str = "BLOCKSxTHREADS, such as 64x256 or dispatch=64x256";
             let (phase, value) = split("--geometry", text, WANT)?;
@@ -286,7 +289,7 @@ mod tests {
 
     fn tuning(geometry: &[&str], sms: &[&str]) -> Result<Tuning> {
         let all = |texts: &[&str]| texts.iter().map(|text| (*text).to_owned()).collect();
-        Launching { geometry: all(geometry), sms: all(sms), programmatic: Programmatic::Off }.tuning()
+        Launching { geometry: all(geometry), sms: all(sms), ..Launching::default() }.tuning()
     }
 
     #[test]

@@ -48,12 +48,19 @@ fn print_run(run: &Run, output: &mut Output) -> Result<()> {
         let [dispatch, combine] = run.num_launches.unwrap_or_default();
         format!("; dispatch {} ({dispatch} launches), combine {} ({combine})", launches.dispatch, launches.combine)
     });
-    output.heading(format_args!(
-        "{} tokens a rank, {}{} calls a sample{launches}",
-        report::count(run.num_tokens as u64),
-        if run.is_programmatic { "programmatic launch, " } else { "" },
-        run.rounds
-    ))?;
+    let mut how = String::new();
+    if let Some(sms) = run.tuning.dispatch.sms {
+        how.push_str(&format!("dispatch on {sms} SMs, "));
+    }
+    if let Some(sms) = run.tuning.combine.sms {
+        how.push_str(&format!("combine on {sms} SMs, "));
+    }
+    how.push_str(match (run.is_programmatic, run.tuning.early) {
+        (false, _) => "",
+        (true, false) => "programmatic launch, ",
+        (true, true) => "programmatic launch, early, ",
+    });
+    output.heading(format_args!("{} tokens a rank, {how}{} calls a sample{launches}", report::count(run.num_tokens as u64), run.rounds))?;
     let slowest = &run.slowest;
     let of_copy = |times: Option<Statistics>, copy: &Option<moe_kernels::measure::ceiling::CopyCeiling>| match (times, copy) {
         (Some(times), Some(copy)) => format!("{:.3}", copy.best_seconds / times.median),
@@ -98,23 +105,31 @@ fn print_run(run: &Run, output: &mut Output) -> Result<()> {
             us(copy.best_seconds)
         ))?;
     }
+    let range = |value: fn(&RankRecord) -> u64| {
+        let (least, most) = run.ranks.iter().map(value).fold((u64::MAX, 0), |(least, most), n| (least.min(n), most.max(n)));
+        if least == most { report::count(most) } else { format!("{} to {}", report::count(least), report::count(most)) }
+    };
+    output.line(format_args!(
+        "a rank: {} rows out, {} in, {} bytes of metadata out",
+        range(|r| r.traffic.rows_out),
+        range(|r| r.traffic.rows_in),
+        range(|r| r.traffic.metadata_bytes)
+    ))?;
     let of_rank = |rank: &RankRecord| {
+        let host = |value: fn(&super::record::Host) -> f64| or_dash(rank.host.as_ref(), |host| us(value(host)));
         vec![
             rank.rank.to_string(),
             or_dash(rank.times.dispatch, |t| us(t.median)),
             or_dash(rank.times.combine, |t| us(t.median)),
             or_dash(rank.dispatch_link_bytes_per_second, giga),
             or_dash(rank.combine_link_bytes_per_second, giga),
-            rank.traffic.rows_out.to_string(),
-            rank.traffic.rows_in.to_string(),
-            rank.traffic.metadata_bytes.to_string(),
-            or_dash(rank.host.as_ref(), |h| us(h.dispatch.median)),
-            or_dash(rank.host.as_ref(), |h| us(h.combine.median)),
-            or_dash(rank.host.as_ref(), |h| us(h.bare_launch.median)),
-            or_dash(rank.host.as_ref(), |h| us(h.bare_launch_in_turns.median)),
+            host(|h| h.dispatch.median),
+            host(|h| h.combine.median),
+            host(|h| h.bare_launch.median),
+            host(|h| h.bare_launch_in_turns.median),
         ]
     };
-    output.line("each rank: us; GB/s that leave it; rows out and in; metadata bytes; us of the host for a dispatch, a combine, a bare launch, one of two in turns")?;
-    let header = ["rank", "dispatch", "combine", "link d", "link c", "out", "in", "meta", "host d", "host c", "bare", "turns"];
+    // Link: GB/s that leave the rank. Host: what a call takes it, beside a bare launch, and one of two kernels in turns.
+    let header = ["rank", "dispatch", "combine", "link d", "link c", "host d", "host c", "bare", "in turns"];
     output.table(&header, run.ranks.iter().map(of_rank))
 }

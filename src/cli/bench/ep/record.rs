@@ -1,7 +1,7 @@
 //! What a measurement comes to: what the tables show and `--json` writes.
 #![forbid(unsafe_code)]
 
-use moe_kernels::ep::Launches;
+use moe_kernels::ep::{Launches, Tuning};
 use moe_kernels::measure::ceiling::CopyCeiling;
 use moe_kernels::measure::{Environment, IdleReport, Statistics};
 use moe_kernels::{Backend, Result};
@@ -93,6 +93,8 @@ pub fn name<T: clap::ValueEnum>(value: &T) -> String {
 pub struct Run {
     pub num_tokens: usize,
     pub is_programmatic: bool,
+    /// How launches were shaped.
+    pub tuning: Tuning,
     pub rounds: usize,
     /// The slowest rank of each replay.
     pub slowest: Times,
@@ -192,6 +194,7 @@ impl Run {
         Ok(Run {
             num_tokens: case.num_tokens(0),
             is_programmatic,
+            tuning: plan.tuning,
             rounds: plan.rounds,
             slowest: Times::new(slowest)?,
             ranks,
