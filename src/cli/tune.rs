@@ -166,7 +166,7 @@ pub fn tune(arguments: &Arguments, output: &mut Output) -> Result<bool> {
     for wrong in &wrong {
         output.line(format_args!("WRONG: {wrong}"))?;
     }
-    rows.sort_by(|a, b| (a.key.phase as u8, a.key.sms, a.tokens).cmp(&(b.key.phase as u8, b.key.sms, b.tokens)));
+    rows.sort_by_key(|row| (row.key.phase as u8, row.key.sms, row.tokens));
     json.write(&table(&backend, rows)?)?;
     Ok(wrong.is_empty())
 }
