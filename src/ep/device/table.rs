@@ -179,21 +179,31 @@ impl Measured {
         self.of_class(class).min_by_key(|(tokens, ..)| distance(*tokens, class.typical())).map(|(_, _, threads)| *threads)
     }
 
-    /// Blocks for a number of tokens: of the nearest row with the threads of its class.
+    /// Blocks for a number of tokens: of the nearest row with the threads of its class, as many more or fewer as there are tokens.
     pub fn blocks(&self, tokens: u32, class: Class) -> Option<u32> {
-        let threads = self.threads(class)?;
-        let rows = self.of_class(class).filter(|row| row.2 == threads);
-        rows.min_by_key(|(other, ..)| distance(*other, tokens)).map(|(_, blocks, _)| *blocks)
+        let row = self.of_threads(class).min_by_key(|(other, ..)| distance(*other, tokens));
+        row.map(|row| in_proportion(row, tokens))
     }
 
-    /// Most blocks of a class; 0 without a row.
+    /// No number of tokens of a class has more blocks; 0 without a row.
     pub fn most_blocks(&self, class: Class) -> u32 {
-        self.of_class(class).map(|(_, blocks, _)| *blocks).max().unwrap_or(0)
+        self.of_threads(class).map(|row| in_proportion(row, class.most())).max().unwrap_or(0)
+    }
+
+    fn of_threads(&self, class: Class) -> impl Iterator<Item = &'static (u32, u32, u32)> + use<> {
+        let threads = self.threads(class);
+        self.of_class(class).filter(move |row| Some(row.2) == threads)
     }
 
     fn of_class(&self, class: Class) -> impl Iterator<Item = &'static (u32, u32, u32)> + use<> {
         self.0.iter().filter(move |(tokens, ..)| Class::of(*tokens) == class)
     }
+}
+
+/// The blocks of a row for another number of tokens.
+fn in_proportion(&(of, blocks, _): &(u32, u32, u32), tokens: u32) -> u32 {
+    let scaled = (u64::from(blocks) * u64::from(tokens)).div_ceil(u64::from(of.max(1)));
+    u32::try_from(scaled).unwrap_or(u32::MAX).max(1)
 }
 
 /// How far apart two numbers of tokens are, as a ratio in thousandths.
@@ -248,7 +258,8 @@ pub const RULE: &str = "\
 Blocks and threads of the kernel that moves rows are chosen by the first of these that says anything:
 1. the caller (Tuning, --geometry). --sms bounds the blocks of all of them.
 2. a table that was measured on this model of GPU, for the same ranks, ranks on the GPU, mode, wire, layout, type, length, routes and --sms: threads of the
-   row nearest to 1, 128 or 4096 tokens in the call's class (to 16, to 512, above), blocks of the row nearest to the call's tokens that has them.
+   row nearest to 1, 128 or 4096 tokens in the call's class (to 16, to 512, above), blocks of the row nearest to the call's tokens that has them, as many
+   more or fewer as the call has tokens.
    The table of another model is never used.
 3. the rule: 256 threads (dispatch of 17 to 512 tokens at more than 4 ranks, combine above 512 tokens and, at up to 4 ranks, to 16: 512);
    dispatch a warp for each part of a row (14, 4, 1 parts by class), 1.5 times as many blocks above 512 tokens at 2 ranks, twice at more, at most 1024;
@@ -279,8 +290,9 @@ mod tests {
         let blocks = |tokens| found.blocks(tokens, Class::of(tokens));
         assert_eq!(
             [1, 17, 512, 513, 1999, 2100, 100_000].map(blocks),
-            [None, Some(60), Some(60), Some(300), Some(300), Some(800), Some(800)]
+            [None, Some(8), Some(240), Some(151), Some(586), Some(411), Some(19532)]
         );
+        assert_eq!(Class::ALL.map(|class| found.most_blocks(class)), [0, 240, u32::MAX]);
         // Another GPU, another shape.
         assert_eq!(Measured::find("NVIDIA H100", &key(7168)).threads(Class::Many), None);
         assert_eq!(Measured::find("a made-up GPU", &key(4096)).threads(Class::Many), None);

@@ -142,6 +142,11 @@ pub(crate) enum Class {
 impl Class {
     pub const ALL: [Class; 3] = [Class::Few, Class::Some, Class::Many];
 
+    /// Most tokens of a class.
+    pub fn most(self) -> u32 {
+        [16, 512, u32::MAX][self as usize]
+    }
+
     /// The number of tokens that stands for a class.
     pub fn typical(self) -> u32 {
         [1, 128, 4096][self as usize]

@@ -245,13 +245,8 @@ impl Loaded {
     pub fn waiting(&self, device: &Device) -> Result<Vec<Waiting>> {
         let mut all = Vec::new();
         for class in Class::ALL {
-            let most = match class {
-                Class::Few => 16,
-                Class::Some => 512,
-                Class::Many => u32::MAX,
-            };
             for kernel in self.combine[class as usize].iter().flatten() {
-                let blocks = self.combine_blocks(Tokens::exactly(most), class, kernel);
+                let blocks = self.combine_blocks(Tokens::exactly(class.most()), class, kernel);
                 // Another number of tokens of a table may have more.
                 let measured =
                     if self.choice.phase().geometry.is_some() { 1 } else { self.choice.within(self.choice.measured.most_blocks(class)) };

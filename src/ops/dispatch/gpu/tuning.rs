@@ -94,7 +94,7 @@ impl Choice {
 
     /// Blocks, likewise.
     fn blocks(&self, tokens: Tokens, class: Class, chosen: u32) -> u32 {
-        let measured = self.measured.blocks(tokens.likely, class).unwrap_or(chosen);
+        let measured = self.measured.blocks(tokens.likely, class).map_or(chosen, |blocks| blocks.min(MOST_BLOCKS));
         self.within(self.phase().geometry.map_or(measured, |(blocks, _)| blocks))
     }
 
