@@ -157,6 +157,12 @@ impl End {
         }
     }
 
+    /// Fills everything before the signal words with 0xFF, and waits.
+    pub fn poison(&self) -> Result<()> {
+        let signals = self.ctx().layout.regions.signals;
+        self.memories[self.rank].fill(signals, 0xFF)
+    }
+
     /// Address of byte `at` of this rank's symmetric memory.
     pub fn address(&self, at: usize) -> DeviceAddress {
         let start = self.memories[self.rank].address();

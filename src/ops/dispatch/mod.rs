@@ -14,8 +14,8 @@ pub use arrival::Arrival;
 pub use received::{Metadata, Received};
 pub use routing::Routing;
 
-pub(crate) use cuda::routing_of;
 pub(crate) use check::{Rows, aligned_matrix, filled, matrix, same_object};
+pub(crate) use cuda::routing_of;
 pub(crate) use routing::NONE;
 
 use crate::ep::ExpertParallel;

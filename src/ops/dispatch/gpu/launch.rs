@@ -1,7 +1,8 @@
 //! The launches of a dispatch or replay: parameters from addresses, kernels and grids by the table of `docs/ep-gpu.md`.
 
 use super::params::{
-    ArrangeParameters, CallParameters, IndexParameters, LowLatencyParameters, PayloadParameters, ReceiveParameters, ReportParameters, RouteParameters,
+    ArrangeParameters, CallParameters, IndexParameters, LowLatencyParameters, PayloadParameters, ReceiveParameters, ReportParameters,
+    RouteParameters,
 };
 use crate::ep::device::context::Ctx;
 use crate::ep::device::shape::Loaded;
