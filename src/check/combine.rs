@@ -58,6 +58,7 @@ pub fn groups() -> Vec<Group> {
     let shapes = || world_shapes(true).into_iter().flat_map(|(_, config)| WORLDS.map(|world| (world, config.clone(), plain()))).collect();
     groups.push(Group::new("combine", "independent of the world", independent_of_the_world).with_shapes(shapes));
     groups.push(ep::group("combine", "7168 wide, 256 experts".into(), |_| large_scripts()));
+    groups.push(ep::group("combine", "under a sanitizer".into(), |_| sanitizer_scripts()));
     groups
 }
 
@@ -287,5 +288,19 @@ fn large_scripts() -> Vec<Script> {
         of(Layout::ByToken, Wire::Fp8Block, Reduce::AtRank, 2),
         of(LAYOUTS[1], Wire::AsIs, Reduce::AtSource, 3),
         of(LAYOUTS[2], Wire::Fp8Direct, Reduce::AtRank, 5),
+    ]
+}
+
+/// Each form of combine once, small: for tools that make kernels slow.
+fn sanitizer_scripts() -> Vec<Script> {
+    let traffic = Traffic { tokens: vec![5, 3], k: 3, num_experts: 8, map: None, ids: Ids::Messy };
+    let of = |layout: Layout, wire, reduce, i| {
+        let base = traffic.config(144, DType::BF16, layout);
+        combine_script("small", Config { wire, reduce, weighted: layout.is_by_expert(), fold_weights: true, ..base }, &traffic, i)
+    };
+    vec![
+        of(Layout::ByToken, Wire::AsIs, Reduce::AtRank, 0),
+        of(LAYOUTS[1], Wire::Fp8Block, Reduce::AtRank, 1),
+        of(LAYOUTS[1], Wire::AsIs, Reduce::AtSource, 6),
     ]
 }

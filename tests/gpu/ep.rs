@@ -13,21 +13,31 @@ use super::{Needs, Outcome, Test, ensure, report};
 mod costs;
 mod errors;
 mod graphs;
+#[cfg(target_os = "linux")]
+pub mod processes;
 pub mod rig;
 mod rounds;
 
+type Module = (&'static [(&'static str, Needs, Test)], fn() -> Vec<Shape>);
+
 /// Trials of each module, and the objects that they make.
-const MODULES: [(&[(&str, Needs, Test)], fn() -> Vec<Shape>); 4] =
-    [(costs::TRIALS, costs::shapes), (errors::TRIALS, errors::shapes), (graphs::TRIALS, graphs::shapes), (rounds::TRIALS, rounds::shapes)];
+const MODULES: &[Module] = &[
+    (costs::TRIALS, costs::shapes),
+    (errors::TRIALS, errors::shapes),
+    (graphs::TRIALS, graphs::shapes),
+    #[cfg(target_os = "linux")]
+    (processes::TRIALS, processes::shapes),
+    (rounds::TRIALS, rounds::shapes),
+];
 
 /// All trials.
-pub fn trials() -> impl Iterator<Item = (&'static str, Needs, Test)> {
-    MODULES.into_iter().flat_map(|(trials, _)| trials.iter().copied())
+pub(super) fn trials() -> impl Iterator<Item = (&'static str, Needs, Test)> {
+    MODULES.iter().flat_map(|(trials, _)| trials.iter().copied())
 }
 
 /// The kernels of those modules of which a trial is chosen.
 pub fn programs(is_chosen: impl Fn(&str) -> bool) -> Vec<Program> {
-    let chosen = MODULES.into_iter().filter(|(trials, _)| trials.iter().any(|(name, ..)| is_chosen(&format!("gpu::{name}"))));
+    let chosen = MODULES.iter().filter(|(trials, _)| trials.iter().any(|(name, ..)| is_chosen(&format!("gpu::{name}"))));
     chosen.flat_map(|(_, shapes)| shapes()).flat_map(|shape| rig::programs(&shape)).collect()
 }
 

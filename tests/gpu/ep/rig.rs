@@ -335,6 +335,11 @@ impl Rig {
     /// Compares all rows of an arrival.
     pub fn check_rows(&self, s: usize, arrival: &Arrival) -> Result<()> {
         self.expect(s)?;
+        self.compare_rows(s, arrival)
+    }
+
+    /// The same with what was expected before.
+    pub fn compare_rows(&self, s: usize, arrival: &Arrival) -> Result<()> {
         let set = &self.sets[s];
         let at = |buffer: &Buffer| buffer.address().address;
         let source = arrival.source();
@@ -442,6 +447,11 @@ impl Rig {
         self.advance(s)
     }
 
+    /// The checks have found nothing yet.
+    pub fn clear_report(&self) -> Result<()> {
+        self.report.fill(&self.stream, 0, self.report.len(), 0)
+    }
+
     /// Waits, and says what the checks have found.
     pub fn verdict(&self) -> Result<()> {
         self.ep.synchronize()?;
@@ -478,11 +488,14 @@ impl Rig {
         Ok(bytes.iter().all(|byte| *byte == 0xFF))
     }
 
-    /// The sums of the last combine.
-    pub fn sums(&self, s: usize) -> Result<Vec<u8>> {
-        let mut bytes = vec![0; self.sets[s].out.len()];
-        self.sets[s].out.download(&self.stream, 0, &mut bytes)?;
-        Ok(bytes)
+    /// Spoils a byte of the sums.
+    pub fn spoil_sums(&self, s: usize, at: usize) -> Result<()> {
+        self.sets[s].out.fill(&self.stream, at, 1, 0x55)
+    }
+
+    /// Spoils a byte of what `check_rows` expects.
+    pub fn spoil_slots(&self, s: usize, at: usize) -> Result<()> {
+        self.sets[s].slots.fill(&self.stream, at, 1, 0x55)
     }
 
     /// Sets the round of a set. Waits.

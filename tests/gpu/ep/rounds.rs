@@ -16,6 +16,7 @@ use super::rig::{Options, Rig, run};
 use super::{Needs, Outcome, Test, base, ensure, failed, report};
 
 pub const TRIALS: &[(&str, Needs, Test)] = &[
+    ("ep rounds: what is wrong is found", Needs::GpuAlone, faults),
     ("ep rounds: random delays", Needs::GpuAlone, delays),
     ("ep rounds: late ranks beside other kernels", Needs::GpuAlone, late),
     ("ep rounds: grids that would stop a late rank are refused", Needs::GpuAlone, refused),
@@ -65,6 +66,42 @@ pub fn shapes() -> Vec<Shape> {
         all.extend(tunings().map(|tuning| (script.world, script.config.clone(), Tuning { sums: script.tuning().sums, ..tuning })));
     }
     all
+}
+
+/// The checks of rounds see a row of another token, a wrong sum, and a row that should not have been written.
+fn faults() -> Outcome {
+    let config = base();
+    let row = config.hidden * 4;
+    let work = |world: World| -> Result<()> {
+        let mut rig = Rig::new(&world, &config, Options { full: true, ..Options::default() })?;
+        rig.round(0)?;
+        rig.verdict()?;
+        let finds = |rig: &Rig, what: &str| -> Result<()> {
+            let found = rig.verdict().expect_err(what).to_string();
+            assert!(found.contains(what), "{found}: {what} was spoilt");
+            rig.clear_report()
+        };
+        let arrival = rig.dispatch(0)?;
+        rig.expect(0)?;
+        rig.spoil_slots(0, 8)?; // the token of row 1
+        rig.compare_rows(0, &arrival)?;
+        finds(&rig, "source")?;
+        rig.check_rows(0, &arrival)?;
+        rig.verdict()?;
+        rig.combine(0, arrival)?;
+        for (at, what) in [(3 * row + 5, "sum"), (config.max_tokens * row, "a row that is not there")] {
+            rig.check_sums(0)?;
+            rig.verdict()?;
+            rig.spoil_sums(0, at)?;
+            rig.check_sums(0)?;
+            finds(&rig, what)?;
+            rig.advance(0)?;
+            rig.round(0)?;
+            rig.verdict()?;
+        }
+        rig.finish()
+    };
+    run(2, false, work).map(drop).map_err(|error| failed("faults", &error))
 }
 
 /// Now and then a kernel that takes up to 150 us (arbitrary: several rounds of a small world).
