@@ -224,4 +224,22 @@ mod tests {
         assert_eq!(shape.to_string(), "2 ranks, 6 experts, k 2, by expert fixed, map, drop");
         assert_eq!(shape.num_destinations(), 2);
     }
+    #[test]
+    fn configurations_share_kernels() {
+        let of = |c: Config| Shape::new(&c, &c.plan(2).unwrap());
+        let base = || Config::new(128, DType::BF16, 6, 2, 10);
+        let (here, there) = (of(base()), of(Config { num_experts: 8, overflow: Overflow::Drop, id_space: IdSpace::Local, ..base() }));
+        let words = Uses { words: true, k: true, ..Uses::NOTHING };
+        assert_eq!(here.only(words), there.only(words));
+        assert_eq!(here.only(words).to_string(), "2 ranks, k 2");
+        for other in [Uses { may_drop: true, ..words }, Uses { local_ids: true, ..words }, Uses { owners: true, ..words }] {
+            assert_ne!(here.only(other), there.only(other), "{other:?}");
+        }
+        // By expert the words' places follow the number of experts.
+        let by_expert = |num_experts, layout| of(Config { num_experts, layout, ..base() });
+        let (packed, fixed) = (Layout::ByExpert { segment_align: 4 }, Layout::ByExpertFixed { rows_per_expert: 9 });
+        assert_ne!(by_expert(6, packed).only(words), by_expert(8, packed).only(words));
+        assert_eq!(by_expert(6, packed).only(words), by_expert(6, fixed).only(words));
+        assert_ne!(by_expert(6, packed).only(Uses { fixed: true, ..words }), by_expert(6, fixed).only(Uses { fixed: true, ..words }));
+    }
 }
