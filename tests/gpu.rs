@@ -20,7 +20,9 @@ mod launches;
 mod memory;
 mod raw;
 mod shapes;
+mod shareable;
 mod streams;
+mod waiting;
 
 type Outcome = Result<(), Failed>;
 type Test = fn() -> Outcome;
@@ -46,7 +48,7 @@ pub fn trials() -> Vec<Trial> {
     let is_asked_for = std::env::var("MOE_BACKEND").is_ok_and(|name| name.starts_with("cuda"));
     let has_compiler = Nvrtc::get().is_ok();
     let has_gpu = has_compiler && Device::count().is_ok_and(|num| num > 0);
-    let modules: [&[(&str, Needs, Test)]; 9] = [
+    let modules: [&[(&str, Needs, Test)]; 11] = [
         compile::TRIALS,
         costs::TRIALS,
         entries::TRIALS,
@@ -55,7 +57,9 @@ pub fn trials() -> Vec<Trial> {
         launches::TRIALS,
         memory::TRIALS,
         shapes::TRIALS,
+        shareable::TRIALS,
         streams::TRIALS,
+        waiting::TRIALS,
     ];
     #[cfg(not(feature = "cudarc"))]
     let adapters: &[(&str, Needs, Test)] = &[];

@@ -391,7 +391,9 @@ mod tests {
         let counts = [(); 4].map(|()| Arc::new(AtomicU32::new(0)));
         let add = |page: &Arc<Page>, i: usize| {
             let count = counts[i].clone();
-            page.on_failure(Box::new(move || drop(count.fetch_add(1, Ordering::Relaxed))))
+            page.on_failure(Box::new(move || {
+                count.fetch_add(1, Ordering::Relaxed);
+            }))
         };
         let seen = || counts.each_ref().map(|count| count.load(Ordering::Relaxed));
         let kept = add(&page, 0);

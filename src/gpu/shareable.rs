@@ -44,6 +44,7 @@ pub struct Shareable {
     offset: usize,
     len: usize,
     state: State,
+    origin: Origin,
     /// Ordinals of devices that may access it, beside its own.
     allowed: Mutex<Vec<u32>>,
 }
@@ -59,6 +60,13 @@ enum State {
     Reserved,
     /// And the allocation is mapped there.
     Mapped,
+}
+
+/// Where an allocation came from.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Origin {
+    Here,
+    Imported,
 }
 
 /// What another process must know of exported memory, beside the file.
@@ -128,7 +136,7 @@ impl Shareable {
             Err(Error::Gpu { code: 2, .. }) => return Err(too_much()), // spec: CUDA_ERROR_OUT_OF_MEMORY
             result => result.map_err(|error| unsupported(device, error))?,
         }
-        let mut shareable = Self::of(device, memory, allocation_bytes, 0, len);
+        let mut shareable = Self::of(device, memory, Origin::Here, allocation_bytes, 0, len);
         shareable.map()?;
         shareable.open_to(device)?;
         drop(bound);
@@ -153,7 +161,7 @@ impl Shareable {
         let file = file.as_raw_fd() as usize as *mut c_void;
         // SAFETY: the handle outlives the call; the file is open, and the driver does not keep it.
         unsafe { device.driver().memory_import(&mut memory, file, FILE) }?;
-        let mut shareable = Self::of(device, memory, allocation_bytes, offset, len);
+        let mut shareable = Self::of(device, memory, Origin::Imported, allocation_bytes, offset, len);
         shareable.map()?;
         shareable.open_to(device).map_err(|error| no_access(device, &extent.device, error))?;
         Ok(shareable)
@@ -197,14 +205,14 @@ impl Shareable {
         // SAFETY: the handle outlives the call; the address is only looked up.
         let retained = unsafe { driver.memory_retain(&mut memory, address as *mut c_void) };
         retained.map_err(|error| Error::invalid(OP, what, format!("memory without an allocation of its own ({error})"), want))?;
-        let mut shareable = Self::of(device, memory, allocation_bytes, offset, len);
+        let mut shareable = Self::of(device, memory, Origin::Here, allocation_bytes, offset, len);
         (shareable.start, shareable.state) = (start, State::Callers);
         Ok(shareable)
     }
 
-    fn of(device: &Device, memory: u64, allocation_bytes: usize, offset: usize, len: usize) -> Self {
+    fn of(device: &Device, memory: u64, origin: Origin, allocation_bytes: usize, offset: usize, len: usize) -> Self {
         let allowed = Mutex::new(Vec::new());
-        Shareable { device: device.clone(), memory, start: 0, allocation_bytes, offset, len, state: State::Created, allowed }
+        Shareable { device: device.clone(), memory, start: 0, allocation_bytes, offset, len, state: State::Created, origin, allowed }
     }
 
     /// Finds addresses for the allocation and maps it there.
@@ -251,8 +259,12 @@ impl Shareable {
     /// A file by which another process can [`import`](Self::import) it, with its [`extent`](Self::extent). Each open file keeps the memory.
     ///
     /// # Errors
-    /// [`Error::Gpu`] from the driver, [`Error::Io`] when this process has too many open files.
+    /// [`Error::Invalid`] for memory that was imported: the driver exports it from where it was made alone. [`Error::Gpu`] from the driver,
+    /// [`Error::Io`] when this process has too many open files.
     pub fn export(&self) -> Result<OwnedFd> {
+        if self.origin == Origin::Imported {
+            return Err(Error::invalid(OP, "the memory to export", "memory that was imported", "memory that was made here"));
+        }
         let mut file: c_int = -1;
         let bound = self.device.bind()?;
         // SAFETY: the number outlives the call; the allocation was made to be exported as a file.

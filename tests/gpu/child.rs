@@ -22,6 +22,10 @@ pub fn main(work: &str) -> std::process::ExitCode {
         "compile" => compile(),
         "load" => load(),
         "capture" => super::gate::capture(),
+        "share" => super::shareable::share_rank(),
+        "abort killed" => super::waiting::abort_rank(super::waiting::End::Killed),
+        "abort panicked" => super::waiting::abort_rank(super::waiting::End::Panicked),
+        "abort gave up" => super::waiting::abort_rank(super::waiting::End::GaveUp),
         _ => Err(format!("no work named `{work}`").into()),
     };
     match result {

@@ -1,7 +1,9 @@
 //! Every function of both tables is called.
 
+use std::os::fd::AsFd;
+
 use moe_kernels::Error;
-use moe_kernels::gpu::{Buffer, Driver, Event, Geometry, Graph, Nvrtc, Pinned, Stream, jit};
+use moe_kernels::gpu::{Buffer, Device, Driver, Event, Geometry, Graph, Nvrtc, Pinned, Shareable, Stream, jit};
 
 use super::kernels::{Form, KERNELS, Scale, Test as Kernel, check_scale, scale, words};
 use super::{Needs, Outcome, Test, ensure, gpu, same};
@@ -23,6 +25,11 @@ fn entries() -> Outcome {
     other.download(&stream, 0, &mut [0; 8])?;
     device.adopt("test", "x", buffer.address().address)?;
     Pinned::new(&device, 8)?.device_address()?;
+    // Memory that is shared.
+    let shared = Shareable::new(&device, 1 << 20)?;
+    Shareable::import(&device, shared.export()?.as_fd(), &shared.extent())?;
+    // SAFETY: `shared` outlives it, and nobody writes there.
+    unsafe { Shareable::adopt(&device, shared.address().address, 1 << 20) }?;
     // Streams and events.
     // SAFETY: the default stream lives as long as the context.
     let default = unsafe { Stream::external(&device, std::ptr::null_mut()) }?;
@@ -54,6 +61,13 @@ fn entries() -> Outcome {
     stream.synchronize()?;
     Nvrtc::get()?.architectures()?;
     drop((graph, stream, buffer, start));
-    same("functions of the driver that were not called", driver.never_called(), vec![])?;
+    // Only a second device has access to what a first one has.
+    let mut uncalled = driver.never_called();
+    if Device::count()? > 1 {
+        Shareable::new(&Device::open(1)?, 8)?.allow(&device)?;
+    } else {
+        uncalled.retain(|symbol| *symbol != "cuDeviceCanAccessPeer");
+    }
+    same("functions of the driver that were not called", uncalled, vec![])?;
     same("functions of NVRTC that were not called", Nvrtc::get()?.never_called(), vec![])
 }

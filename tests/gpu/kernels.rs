@@ -12,6 +12,8 @@ pub enum Test {
     Scale { factor: i32 },
     /// Waits for another kernel.
     Meet,
+    /// Stays until a word is set.
+    Hold,
     /// Blocks that work together.
     Together(Form),
     /// What a launch costs.
@@ -44,6 +46,7 @@ impl Spec for Test {
         let (entry, form, factor) = match *self {
             Test::Scale { factor } => ("scale", plain, factor),
             Test::Meet => ("meet", plain, 1),
+            Test::Hold => ("hold", Form { smem_bytes: HOLD_SMEM_BYTES, ..plain }, 1),
             Test::Together(form) => ("together", form, 1),
             Test::Nothing => ("nothing", plain, 1),
             Test::Broken => ("broken", plain, 1),
@@ -85,6 +88,18 @@ pub struct Meet {
     pub mine: u64,
     pub other: u64,
     pub met: u64,
+    pub bound_nanoseconds: u64,
+}
+
+/// Most dynamic shared memory of `hold`.
+pub const HOLD_SMEM_BYTES: u32 = 200 << 10;
+
+/// Parameters of `hold`.
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub struct Hold {
+    pub word: u64,
+    pub ended: u64,
     pub bound_nanoseconds: u64,
 }
 

@@ -45,6 +45,24 @@ extern "C" __global__ void meet(const __grid_constant__ Meet p) {
     if (p.met) *p.met = met;
 }
 
+struct Hold {
+    const unsigned *word;
+    unsigned *ended;
+    unsigned long long bound_nanoseconds;
+};
+
+// Blocks that stay, with all their threads, until a word is set, not longer than the bound; `ended` counts those that saw it set.
+extern "C" __global__ void hold(const __grid_constant__ Hold p) {
+    if (threadIdx.x == 0) {
+        const unsigned long long start = now();
+        unsigned seen = 0;
+        do seen = *(const volatile unsigned *)p.word;
+        while (seen == 0 && now() - start < p.bound_nanoseconds);
+        if (seen != 0) atomicAdd(p.ended, 1);
+    }
+    __syncthreads();
+}
+
 struct Together {
     unsigned *sums;     // [blocks], 0 before
     unsigned *turned;   // [blocks], the sum of the next block, if COOPERATIVE

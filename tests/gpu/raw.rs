@@ -61,6 +61,7 @@ raw! {
     allocate = "cuMemAlloc_v2"(*mut u64, usize);
     allocate_async = "cuMemAllocAsync"(*mut u64, usize, Handle);
     allocate_managed = "cuMemAllocManaged"(*mut u64, usize, c_uint);
+    copy_to_device = "cuMemcpyHtoDAsync_v2"(u64, *const c_void, usize, Handle);
     free = "cuMemFree_v2"(u64);
     free_async = "cuMemFreeAsync"(u64, Handle);
     range_of = "cuMemGetAddressRange_v2"(*mut u64, *mut usize, u64);

@@ -67,7 +67,6 @@ pub(crate) struct Setup<'a> {
     pub timeout: Duration,
     /// Ranks of the world on this device, this one included.
     pub ranks_on_device: u32,
-    pub tuning: Tuning,
 }
 
 /// One rank's end of an object on a GPU: what every call's launches have in common. Making launches from it allocates nothing and waits for nothing.
@@ -77,9 +76,7 @@ pub(crate) struct Ctx {
     pub cuda: Cuda,
     pub layout: DeviceLayout,
     pub kernels: ObjectKernels,
-    pub tuning: Tuning,
     pub rank: u32,
-    pub world: u32,
     pub ranks_on_device: u32,
     pub num_sms: u32,
     pub in_flight: u32,
@@ -92,8 +89,6 @@ pub(crate) struct Ctx {
     pub num_local: u32,
     pub is_by_expert: bool,
     pub is_fixed: bool,
-    /// Ranks that a token goes to at most.
-    pub num_destinations: u32,
     pub expert_row_bytes: u64,
     private: u64,
     /// The end of every parameter struct, by bank.
@@ -104,8 +99,7 @@ impl Ctx {
     /// # Panics
     /// When there are not as many peers as ranks.
     pub fn new(setup: Setup<'_>) -> Self {
-        let Setup { cuda, config: c, plan: p, layout, kernels, rank, peers, private, host_record, timeout, ranks_on_device, tuning } =
-            setup;
+        let Setup { cuda, config: c, plan: p, layout, kernels, rank, peers, private, host_record, timeout, ranks_on_device } = setup;
         assert_eq!(peers.len(), p.world, "addresses of peers");
         let mut all = [0; MAX_RANKS];
         all[..p.world].copy_from_slice(peers);
@@ -130,9 +124,7 @@ impl Ctx {
         Ctx {
             num_sms: cuda.device().num_sms(),
             cuda,
-            tuning,
             rank: rank.0,
-            world: p.world as u32,
             ranks_on_device: ranks_on_device.max(1),
             in_flight: c.in_flight as u32,
             // The plan has checked that all of these fit.
@@ -144,7 +136,6 @@ impl Ctx {
             num_local: p.placement.num_local(rank) as u32,
             is_by_expert: c.layout.is_by_expert(),
             is_fixed,
-            num_destinations: c.k.min(p.world) as u32,
             expert_row_bytes: p.expert_row_bytes as u64,
             private,
             ranks,

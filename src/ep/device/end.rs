@@ -12,7 +12,7 @@ use super::context::{Ctx, ObjectKernels, Setup};
 use super::layout::{BankHead, Failure, HostRecord};
 use super::memory::{DeviceLayout, map_tables};
 use super::record::{Reader, failure};
-use super::registry::{self, Demand, Holder, Limits, Permit};
+use super::registry::{self, Demand, Holder, Limits, Other, Permit};
 use super::tuning::Tuning;
 use crate::backend::Cuda;
 use crate::ep::object::Counts;
@@ -24,9 +24,6 @@ use crate::tensor::DeviceAddress;
 
 const OP: &str = "ep setup";
 
-/// Multiprocessors that the largest kernel of others needs beside waiting blocks: one that runs on a single multiprocessor makes progress.
-const OTHER_SMS: u32 = 1;
-
 /// One rank's end on its GPU.
 ///
 /// Made and used by one rank; dropping it waits for the rank's stream, and then nothing of its own uses the memory. Peers keep theirs.
@@ -35,7 +32,7 @@ pub(crate) struct End {
     /// Replaced when the object changes its stream.
     ctx: RwLock<Ctx>,
     abort: Option<AbortLine>,
-    record: Option<Pinned>,
+    record: Option<Arc<Pinned>>,
     _permit: Permit,
     /// This rank's own, unlike `memories`, which peers use.
     private: Shareable,
@@ -44,7 +41,7 @@ pub(crate) struct End {
 }
 
 /// Records of objects that are gone. Freeing pinned memory waits for all work of the device, which may wait for the rank that frees.
-static SPARE_RECORDS: Mutex<Vec<Pinned>> = Mutex::new(Vec::new());
+static SPARE_RECORDS: Mutex<Vec<Arc<Pinned>>> = Mutex::new(Vec::new());
 
 static LOADING: Mutex<()> = Mutex::new(());
 
@@ -77,7 +74,7 @@ impl End {
                 }
             }
             let record = record(device)?;
-            let abort = AbortLine::new(world, device, &memories, layout.regions.signals + layout.signals.abort)?;
+            let abort = AbortLine::new(world, &record, std::mem::offset_of!(HostRecord, abort));
             Ok((kernels, permit, private, record, abort, timeout.clone()?))
         };
         let own = own();
@@ -97,7 +94,6 @@ impl End {
             host_record: record.device_address()?,
             timeout,
             ranks_on_device,
-            tuning,
         });
         let (abort, record, rank) = (Some(abort), Some(record), world.rank().index());
         Ok(End { ctx: RwLock::new(ctx), abort, record, _permit: permit, private, memories, rank })
@@ -231,7 +227,7 @@ fn permit(device: &Device, holder: Holder, ranks_here: usize, kernels: &mut Obje
         };
         // Where ranks share a device a kernel lets nothing start before its own waits are over (docs/ep-gpu.md): one grid waits at a time.
         let moments = kernels.waiting(device)?.into_iter().map(|waiting| vec![grid(waiting)]).collect();
-        registry::register(OP, device, holder, ranks_here, Demand { moments, other_sms: OTHER_SMS })
+        registry::register(OP, device, holder, ranks_here, Demand { moments, other: Other::ANY })
     };
     let first = ask(kernels);
     let is_chosen = tuning.dispatch.geometry.is_some() || tuning.combine.geometry.is_some();
@@ -248,10 +244,12 @@ fn permit(device: &Device, holder: Holder, ranks_here: usize, kernels: &mut Obje
     }
 }
 
-fn record(device: &Device) -> Result<Pinned> {
+fn record(device: &Device) -> Result<Arc<Pinned>> {
     let spare = lock(&SPARE_RECORDS).pop();
-    let mut pinned = spare.map_or_else(|| Pinned::new(device, size_of::<HostRecord>()), Ok)?;
-    pinned.bytes_mut().fill(0);
+    let pinned = spare.map_or_else(|| Pinned::new(device, size_of::<HostRecord>()).map(Arc::new), Ok)?;
+    for at in (0..size_of::<HostRecord>()).step_by(8) {
+        pinned.word(at).store(0, Ordering::Relaxed);
+    }
     Ok(pinned)
 }
 

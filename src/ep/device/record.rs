@@ -26,11 +26,6 @@ pub(crate) struct Reader {
 }
 
 impl HostRecord {
-    /// Epoch of the call that was refused; 0 without one.
-    pub fn refused_epoch(&self) -> u64 {
-        self.status >> 8
-    }
-
     /// The error that the next call returns; `None` for a record in which nothing was written.
     pub fn error(&self, reader: &Reader) -> Option<Error> {
         match self.status & 0xFF {
@@ -150,7 +145,6 @@ mod tests {
         let rows = demands(CAPACITY_ROWS, [5, 9, 0], [8; 3]);
         assert_eq!(rows, [(0, Limit::Rows, 5, 8), (1, Limit::Rows, 9, 8), (2, Limit::Rows, 0, 8)]);
         assert_eq!(demands(CAPACITY_EXPERT, [5, 9, 0], [8; 3])[1].1, Limit::RowsPerExpert);
-        assert_eq!(record(CAPACITY_ROWS, [0; 3], [0; 3]).refused_epoch(), 9);
     }
 
     #[test]

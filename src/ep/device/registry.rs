@@ -11,13 +11,17 @@
 //! still waits. For two objects and more on a device:
 //!
 //! 1. **Nobody locks out the kernels of a late one.** Let all wait but one, in any moments: enough multiprocessors without any waiting block are left for
-//!    that one's other kernels. Measured on an H200: with one waiting block of 512 threads on each of the 132, a kernel that asks for another split never
-//!    starts; with 131 it runs.
+//!    that one's other kernels, or with room for a block of them, where it is known how large they are. Measured on an H200: beside one waiting block of
+//!    512 threads on each of the 132, a kernel that asks for another split never starts, unless the waiting one has asked for the largest; beside 131 it runs.
 //! 2. **All waiting blocks fit.** Let all blocks run but one, wherever: it still finds a place. Measured: 66 blocks of 512 threads with 110 registers on
 //!    each of four ranks, so one block a multiprocessor and 264 of them on 132, never end.
 //!
 //! In both, the multiprocessors that blocks can make useless are counted and not how many fit at best. One object alone on a device waits for nobody there: its
 //! grids only have to fit.
+//!
+//! A third thing is shared: the queues by which streams reach the device. When all of them are taken by streams that have work behind a kernel that waits,
+//! whatever else is queued waits too. Measured on an H200: another stream is held up by as many such streams as `CUDA_DEVICE_MAX_CONNECTIONS` says, 8 by
+//! itself and at most 32. So a device takes no more ranks of a process than that; who uses further streams beside them leaves room.
 //!
 //! Processes that share a device take turns on it as a whole, so each process counts its own. (Under a multi-process service they do not; there the
 //! ranks of one device belong into one process.)
@@ -45,7 +49,11 @@ pub struct Limits {
     pub blocks: u32,
     /// Shared memory that each block takes beside its own.
     pub reserved_smem_bytes: u32,
+    /// Queues of a process.
+    pub queues: u32,
 }
+
+const CONNECTIONS: &str = "CUDA_DEVICE_MAX_CONNECTIONS";
 
 /// What a block takes of a multiprocessor.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -76,8 +84,22 @@ pub struct Waiting {
 pub struct Demand {
     /// Grids that may wait at the same time, for each moment.
     pub moments: Vec<Vec<Waiting>>,
-    /// Multiprocessors without a waiting block that the largest other kernel of this rank needs, 1 at least: more for cooperative grids and clusters.
-    pub other_sms: u32,
+    /// The largest other kernel of this rank.
+    pub other: Other,
+}
+
+/// What a kernel that does not wait for peers needs at once.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Other {
+    /// Multiprocessors in which a block of it finds room: 1 at least, more for cooperative grids and clusters.
+    pub sms: u32,
+    /// One of its blocks; `None` for any, which may need a multiprocessor without a waiting block.
+    pub block: Option<Block>,
+}
+
+impl Other {
+    /// Any kernel whose blocks need not run together.
+    pub const ANY: Other = Other { sms: 1, block: None };
 }
 
 /// Whose demand it is.
@@ -121,8 +143,10 @@ impl Limits {
     /// Those of a GPU.
     pub fn of(device: &Device) -> Self {
         let p = device.properties();
+        // Spec: 1 to 32, and 8 where nothing is said; the driver reads it when it starts.
+        let queues = std::env::var(CONNECTIONS).ok().and_then(|text| text.parse().ok()).filter(|n| (1..=32).contains(n)).unwrap_or(8);
         let sm = Block { threads: p.max_threads_per_sm, registers: p.registers_per_sm, smem_bytes: p.smem_bytes_per_sm };
-        Limits { sms: p.num_sms, sm, blocks: p.max_blocks_per_sm, reserved_smem_bytes: p.reserved_smem_bytes }
+        Limits { sms: p.num_sms, sm, blocks: p.max_blocks_per_sm, reserved_smem_bytes: p.reserved_smem_bytes, queues }
     }
 
     /// A block of `threads`, each with as many registers as the compiler says, and `smem_bytes` of shared memory.
@@ -137,29 +161,59 @@ impl Limits {
             smem_bytes: (smem_bytes + self.reserved_smem_bytes).next_multiple_of(smem_unit),
         }
     }
+}
 
-    /// The most that each kind of block takes of what there is to share, with room for `candidate` in the way: how much of a multiprocessor such a
-    /// block makes useless for the candidate. A sum of it over all blocks bounds the number of multiprocessors in which the candidate does not fit:
-    /// each of them holds blocks that leave too little of some resource, so at least the least sum of blocks that does.
-    fn uselessness(&self, kinds: &[Block], candidate: &Block) -> Vec<f64> {
-        let one = |_: &Block| 1;
-        let resources: [(&dyn Fn(&Block) -> u32, u32); 4] = [
-            (&|b| b.threads, self.sm.threads),
-            (&|b| b.registers, self.sm.registers),
-            (&|b| b.smem_bytes, self.sm.smem_bytes),
-            (&one, self.blocks),
+/// How much of a multiprocessor a waiting block of each kind makes useless for a block that needs a place. The sum over all waiting blocks bounds the number of
+/// multiprocessors in which it has none, wherever they are: each of those holds blocks that leave too little of some resource, so at least the least sum
+/// of blocks that does.
+struct Lost<'a> {
+    kinds: &'a [Block],
+    parts: Vec<f64>,
+    sms: u32,
+}
+
+impl<'a> Lost<'a> {
+    fn to(block: &Block, limits: &Limits, kinds: &'a [Block]) -> Self {
+        type Amount = fn(&Block) -> u32;
+        let resources: [(Amount, u32); 4] = [
+            (|block| block.threads, limits.sm.threads),
+            (|block| block.registers, limits.sm.registers),
+            (|block| block.smem_bytes, limits.sm.smem_bytes),
+            (|_| 1, limits.blocks),
         ];
-        let mut useless = vec![0.0f64; kinds.len()];
+        let mut parts = vec![0.0f64; kinds.len()];
         for (amount, available) in resources {
             let sizes: Vec<u32> = kinds.iter().map(amount).collect();
-            let too_much = (available + 1).saturating_sub(amount(candidate));
+            let too_much = (available + 1).saturating_sub(amount(block));
             if let Some(least) = least_sum(&sizes, too_much) {
-                for (useless, size) in useless.iter_mut().zip(&sizes) {
-                    *useless = useless.max((f64::from(*size) / f64::from(least)).min(1.0));
+                for (part, size) in parts.iter_mut().zip(&sizes) {
+                    *part = part.max((f64::from(*size) / f64::from(least)).min(1.0));
                 }
             }
         }
-        useless
+        Lost { kinds, parts, sms: limits.sms }
+    }
+
+    fn of_block(&self, block: &Block) -> f64 {
+        self.kinds.iter().position(|kind| kind == block).map_or(1.0, |at| self.parts[at])
+    }
+
+    fn of_moment(&self, moment: &[Waiting]) -> f64 {
+        // A grid that fills the device cannot lose more of it.
+        let of = |grid: &Waiting| (f64::from(grid.blocks) * self.of_block(&grid.block)).min(f64::from(self.sms));
+        moment.iter().map(of).sum()
+    }
+
+    /// All but one wait, each in its worst moment.
+    fn of_others(&self, demands: &[&Demand], one: usize) -> f64 {
+        let worst = |demand: &Demand| demand.moments.iter().map(|moment| self.of_moment(moment)).fold(0.0, f64::max);
+        demands.iter().enumerate().filter(|(i, _)| *i != one).map(|(_, demand)| worst(demand)).sum()
+    }
+
+    /// Whole multiprocessors.
+    fn sms(&self, parts: f64) -> u32 {
+        // 1e-6: arbitrary, above the rounding of a sum of thousands of parts, below one part of a multiprocessor.
+        (parts + 1e-6) as u32
     }
 }
 
@@ -228,29 +282,21 @@ pub fn judge(limits: &Limits, demands: &[&Demand]) -> Result<(), Refusal> {
         return Ok(());
     }
     let refuse_above = |need_sms: u32, why| if need_sms > limits.sms { Err(Refusal { need_sms, why }) } else { Ok(()) };
-    let touched: Vec<u32> = demands.iter().map(|demand| demand.touched(limits)).collect();
-    let all: u32 = touched.iter().sum();
-    let late = demands.iter().zip(&touched).map(|(demand, own)| all - own + demand.other_sms.max(1));
-    refuse_above(late.max().unwrap_or(0), LOCKS_OUT)?;
-
     let kinds: Vec<Block> = demands.iter().flat_map(|demand| demand.grids()).map(|grid| grid.block).collect();
-    let mut most_useless = 0;
+    for (late, demand) in demands.iter().enumerate() {
+        let lost = Lost::to(&demand.other.block.unwrap_or(limits.sm), limits, &kinds);
+        refuse_above(lost.sms(lost.of_others(demands, late)) + demand.other.sms.max(1), LOCKS_OUT)?;
+    }
     for (i, demand) in demands.iter().enumerate() {
         for (moment, candidate) in demand.moments.iter().flat_map(|moment| moment.iter().map(move |grid| (moment, grid))) {
-            if candidate.blocks == 0 {
-                continue;
+            if candidate.blocks > 0 {
+                let lost = Lost::to(&candidate.block, limits, &kinds);
+                let parts = lost.of_others(demands, i) + lost.of_moment(moment) - lost.of_block(&candidate.block);
+                refuse_above(lost.sms(parts) + 1, STARVES)?;
             }
-            let useless = limits.uselessness(&kinds, &candidate.block);
-            let of = |grid: &Waiting| kinds.iter().position(|kind| *kind == grid.block).map_or(1.0, |at| useless[at]);
-            let of_moment = |moment: &Vec<Waiting>| moment.iter().map(|grid| f64::from(grid.blocks) * of(grid)).sum::<f64>();
-            let others = demands.iter().enumerate().filter(|(j, _)| *j != i);
-            let others: f64 = others.map(|(_, other)| other.moments.iter().map(of_moment).fold(0.0, f64::max)).sum();
-            // 1e-6: arbitrary, above the rounding of a sum of thousands of parts, below one part of a multiprocessor.
-            let useless = others + of_moment(moment) - of(candidate) + 1e-6;
-            most_useless = most_useless.max(useless as u32);
         }
     }
-    refuse_above(most_useless + 1, STARVES)
+    Ok(())
 }
 
 impl Waiting {
@@ -312,6 +358,18 @@ impl Registry {
             let fitting = (1..most).rev().find(|blocks| with(&demand.cut(*blocks)).is_ok());
             return Err(refused(op, limits, num_ranks, &demand, &refusal, &others, fitting));
         }
+        let (world, _) = holder.object;
+        let other_ranks: BTreeSet<_> =
+            here().map(|entry| (entry.holder.object.0, entry.holder.rank)).filter(|(w, _)| *w != world).collect();
+        let ranks = other_ranks.len() + num_ranks;
+        if ranks > limits.queues as usize {
+            let queues = limits.queues;
+            let why = format!(
+                "work of a process reaches the device through {queues} queues, where that of a late rank would wait behind the others; set {CONNECTIONS}, \
+                 up to 32, before the process first uses the GPU"
+            );
+            return Err(Error::Unsupported { op, what: format!("{ranks} ranks of one process on one device"), why });
+        }
         entries.num_added += 1;
         let id = entries.num_added;
         entries.entries.push(Entry { id, device, holder, demand });
@@ -358,8 +416,13 @@ mod tests {
     use super::*;
 
     /// Of an H200, as the driver reports it.
-    const H200: Limits =
-        Limits { sms: 132, sm: Block { threads: 2048, registers: 65536, smem_bytes: 233_472 }, blocks: 32, reserved_smem_bytes: 1024 };
+    const H200: Limits = Limits {
+        sms: 132,
+        sm: Block { threads: 2048, registers: 65536, smem_bytes: 233_472 },
+        blocks: 32,
+        reserved_smem_bytes: 1024,
+        queues: 8,
+    };
 
     fn grid(name: Name, blocks: u32, threads: u32, registers: u32) -> Waiting {
         let block = H200.block(threads, registers, 0);
@@ -368,7 +431,7 @@ mod tests {
     }
 
     fn demand(blocks: u32, threads: u32, registers: u32) -> Demand {
-        Demand { moments: vec![vec![grid("route", 1, 512, 64)], vec![grid("combine", blocks, threads, registers)]], other_sms: 1 }
+        Demand { moments: vec![vec![grid("route", 1, 512, 64)], vec![grid("combine", blocks, threads, registers)]], other: Other::ANY }
     }
 
     fn fits(num: usize, demand: &Demand) -> bool {
@@ -414,11 +477,30 @@ mod tests {
     fn a_late_rank_has_a_multiprocessor() {
         let largest = |num: usize, blocks: u32| (1..=264).rev().find(|b| fits(num, &demand(*b, 256, 64))) == Some(blocks);
         assert!(largest(2, 131) && largest(3, 65) && largest(4, 43) && largest(8, 18));
-        let more = |blocks| Demand { other_sms: 16, ..demand(blocks, 256, 64) };
+        let more = |blocks| Demand { other: Other { sms: 16, ..Other::ANY }, ..demand(blocks, 256, 64) };
         assert!(fits(2, &more(116)) && !fits(2, &more(117)));
         // Who waits with little is late for long.
         assert!(judge(&H200, &[&demand(1, 512, 64), &demand(131, 512, 64)]).is_ok());
         assert!(judge(&H200, &[&demand(1, 512, 64), &demand(132, 512, 64)]).is_err());
+    }
+
+    /// Measured: beside one or two waiting blocks of 512 threads on each multiprocessor, with the largest carve-out, a kernel of 512 threads runs.
+    #[test]
+    fn a_late_rank_finds_room_where_its_kernels_are_known() {
+        let other = Other { sms: 1, block: Some(H200.block(512, 64, 200 << 10)) };
+        let with = |blocks, threads, registers| Demand { other, ..demand(blocks, threads, registers) };
+        // One of 512 threads and 64 registers beside it leaves half of the registers, two leave none.
+        assert!(fits(2, &with(132, 512, 64)) && fits(2, &demand(131, 512, 64)) && !fits(2, &demand(132, 512, 64)));
+        // Three of 16384 registers are too much.
+        let largest = (1..=264).rev().find(|blocks| fits(8, &with(*blocks, 256, 64)));
+        assert_eq!(largest, Some(56));
+        // Any of 110 is too much, as for a kernel that is not known.
+        assert!(fits(3, &with(44, 512, 110)) && !fits(3, &with(66, 512, 110)));
+        // Shared memory counts too.
+        let waiting = Waiting { block: H200.block(64, 32, 30 << 10), ..grid("combine", 132, 64, 32) };
+        let large = Demand { moments: vec![vec![waiting]], other };
+        let small = Demand { other: Other { sms: 1, block: Some(H200.block(512, 64, 100 << 10)) }, ..large.clone() };
+        assert!(!fits(2, &large) && fits(2, &small));
     }
 
     #[test]
@@ -443,8 +525,8 @@ mod tests {
     #[test]
     fn moments_do_not_add_up_but_what_waits_together_does() {
         let (low_latency, combine) = (grid("low_latency", 40, 256, 64), grid("combine", 60, 256, 64));
-        let apart = Demand { moments: vec![vec![low_latency], vec![combine]], other_sms: 1 };
-        let together = Demand { moments: vec![vec![low_latency, combine]], other_sms: 1 };
+        let apart = Demand { moments: vec![vec![low_latency], vec![combine]], other: Other::ANY };
+        let together = Demand { moments: vec![vec![low_latency, combine]], other: Other::ANY };
         assert_eq!((apart.touched(&H200), together.touched(&H200)), (60, 100));
         assert!(fits(3, &apart) && fits(2, &together) && !fits(3, &together));
     }
@@ -471,6 +553,23 @@ mod tests {
         assert_eq!(lock(&registry.0).entries.len(), 4);
         drop(permits);
         assert_eq!(lock(&registry.0).entries.len(), 0);
+    }
+
+    #[test]
+    fn a_device_takes_as_many_ranks_as_it_has_queues() {
+        let registry = registry();
+        let add = |world: usize, object: u64, rank: u32, num: usize| {
+            registry.register("ep setup", &H200, 0, Holder { object: (world, object), rank: Rank(rank) }, num, demand(1, 64, 32))
+        };
+        let Err(Error::Unsupported { what, why, .. }) = add(1, 1, 0, 9) else { panic!("9 ranks have 8 queues") };
+        assert!(what.starts_with("9 ranks") && why.contains(CONNECTIONS), "{what}; {why}");
+        // Two objects of 6 ranks, and another world.
+        let permits: Vec<_> = (0..12).map(|i| add(1, i / 6, i as u32 % 6, 6).unwrap()).collect();
+        let others = [0, 1].map(|rank| add(2, 1, rank, 2).unwrap());
+        assert!(add(3, 1, 0, 1).is_err());
+        drop(permits);
+        assert!(add(3, 1, 0, 6).is_ok() && add(3, 1, 0, 7).is_err());
+        drop(others);
     }
 
     #[test]

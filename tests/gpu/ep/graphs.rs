@@ -1,7 +1,7 @@
 //! Dispatch and combine in graphs: what changes between replays is read on the device.
 
 use moe_kernels::check::Shape;
-use moe_kernels::ep::{Config, Layout, Mode, Overflow, Tuning, World};
+use moe_kernels::ep::{Config, Layout, Mode, Overflow, PhaseTuning, Tuning, World};
 use moe_kernels::error::Limit;
 use moe_kernels::gpu::{Graph, Stream};
 use moe_kernels::{Backend, Error, Result};
@@ -39,9 +39,16 @@ fn two_banks() -> Config {
     Config { in_flight: 2, ..base() }
 }
 
+/// Grids that leave room for those of another object.
+pub fn beside_others() -> Tuning {
+    let phase = PhaseTuning { geometry: None, sms: Some(12) }; // 12: arbitrary, of 8 ranks and objects fewer than any device has
+    Tuning { dispatch: phase, combine: phase, ..Tuning::default() }
+}
+
 pub fn shapes() -> Vec<Shape> {
     let mut all: Vec<Shape> = configs().into_iter().map(|(ranks, config)| (ranks, config, Tuning::default())).collect();
     all.extend([(2, tight(), Tuning::default()), (2, two_banks(), Tuning::default()), (4, two_banks(), Tuning::default())]);
+    all.extend([2, 4].map(|ranks| (ranks, two_banks(), beside_others())));
     all
 }
 
@@ -147,8 +154,9 @@ fn overflow() -> Outcome {
 fn two_objects() -> Outcome {
     for ranks in [2, 4] {
         let work = |world: World| -> Result<()> {
-            let mut first = Rig::new(&world, &two_banks(), Options::default())?;
-            let mut second = Rig::new(&world, &two_banks(), Options { staged: true, ..Options::default() })?;
+            let tuning = beside_others();
+            let mut first = Rig::new(&world, &two_banks(), Options { tuning, ..Options::default() })?;
+            let mut second = Rig::new(&world, &two_banks(), Options { tuning, staged: true, ..Options::default() })?;
             let Backend::Cuda(cuda) = world.backend() else { unreachable!("a GPU was asked for") };
             second.set_stream(&Stream::new(cuda.device())?)?;
             world.barrier()?;

@@ -236,7 +236,7 @@ pub(crate) fn shipped() -> Vec<Spec> {
     let mut add = |config: Config, world: usize, of: &dyn Fn(&Choice) -> Vec<Spec>| {
         // Configurations that a plan accepts (a test says so).
         let Ok(plan) = config.plan(world) else { return };
-        let choice = Choice::new(&config, &plan, (1, 132), Tuning::default()); // 132: multiprocessors of an H200
+        let choice = Choice::new(&config, &plan, 1, Tuning::default());
         for spec in of(&choice) {
             if !all.contains(&spec) {
                 all.push(spec);

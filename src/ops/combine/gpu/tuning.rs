@@ -11,6 +11,7 @@ use crate::ep::device::tuning::{Class, LANES, PhaseTuning, Split, Tokens, Tuning
 use crate::ep::{Config, Plan};
 use crate::error::{Error, Result};
 use crate::gpu::{Device, Program};
+use crate::tensor::DType;
 
 /// As in dispatch.
 const SMALL_WORLD: u32 = 4;
@@ -28,7 +29,6 @@ pub(super) struct Choice {
     /// No call has more, so neither do classes of calls.
     pub max_tokens: u32,
     pub ranks_on_device: u32,
-    pub num_sms: u32,
     pub tuning: Tuning,
 }
 
@@ -42,7 +42,7 @@ pub(super) struct Mapping {
 }
 
 impl Choice {
-    pub fn new(c: &Config, p: &Plan, (ranks_on_device, num_sms): (u32, u32), tuning: Tuning) -> Self {
+    pub fn new(c: &Config, p: &Plan, ranks_on_device: u32, tuning: Tuning) -> Self {
         let ranks_on_device = ranks_on_device.max(1);
         Choice {
             shape: Shape::new(c, p),
@@ -50,7 +50,6 @@ impl Choice {
             has_fold: c.fold_weights,
             max_tokens: c.max_tokens as u32,
             ranks_on_device,
-            num_sms,
             tuning,
         }
     }
@@ -172,7 +171,9 @@ impl Choice {
             (true, false) => &[true],
             (true, true) => &[false, true],
         };
-        let adds = [(Add::Nothing, sums.plain), (Add::Value, sums.add_to), (Add::F32, sums.add_to_f32)];
+        let is_f32 = self.row.value == DType::F32;
+        let (value, f32) = if is_f32 { (sums.add_to || sums.add_to_f32, false) } else { (sums.add_to, sums.add_to_f32) };
+        let adds = [(Add::Nothing, sums.plain), (Add::Value, value), (Add::F32, f32)];
         let adds = adds.into_iter().filter(|(_, is_there)| *is_there);
         adds.flat_map(move |(add, _)| folds.iter().map(move |folds| (add, *folds)))
     }
@@ -180,7 +181,7 @@ impl Choice {
 
 /// Every kernel that a combine of this configuration may choose, whatever the device.
 pub(crate) fn programs(c: &Config, p: &Plan, tuning: Tuning) -> Vec<Program> {
-    Choice::new(c, p, (1, 1), tuning).all().iter().map(crate::gpu::Spec::program).collect()
+    Choice::new(c, p, 1, tuning).all().iter().map(crate::gpu::Spec::program).collect()
 }
 
 /// The kernels of an object's combines, loaded.
@@ -199,7 +200,7 @@ pub(crate) struct Loaded {
 
 impl Loaded {
     pub fn load(device: &Device, c: &Config, p: &Plan, ranks_on_device: u32, tuning: Tuning) -> Result<Self> {
-        let choice = Choice::new(c, p, (ranks_on_device, device.num_sms()), tuning);
+        let choice = Choice::new(c, p, ranks_on_device, tuning);
         // All at once first; what follows finds them loaded.
         choice.all().into_par_iter().try_for_each(|spec| KERNELS.load(device, spec).map(|_| ()))?;
         fn of<P>(device: &Device, choice: &Choice, spec: Spec) -> Result<shape::Loaded<P>> {
@@ -235,6 +236,7 @@ impl Loaded {
     }
 
     pub(super) fn combine(&self, class: Class, add: Add, folds: bool) -> Result<&shape::Loaded<CombineParameters>> {
+        let add = if self.choice.row.value == DType::F32 && add == Add::F32 { Add::Value } else { add };
         self.combine[class as usize][add as usize][usize::from(folds)].as_ref().ok_or_else(|| self.missing())
     }
 
@@ -272,7 +274,6 @@ impl Loaded {
 mod tests {
     use super::*;
     use crate::ep::{Layout, Reduce, Wire};
-    use crate::tensor::DType;
 
     fn base() -> Config {
         Config::new(7168, DType::BF16, 256, 8, 4096)
@@ -280,7 +281,7 @@ mod tests {
 
     /// Of ranks that share an H200.
     fn choice(config: &Config, world: usize, tuning: Tuning) -> Choice {
-        Choice::new(config, &config.plan(world).unwrap(), (world as u32, 132), tuning)
+        Choice::new(config, &config.plan(world).unwrap(), world as u32, tuning)
     }
 
     /// Blocks, threads, parts, vectors at a time.
