@@ -32,6 +32,24 @@ pub enum Step {
 
 use Step::*;
 
+impl std::fmt::Display for Step {
+    /// As `PROTOCOL.md` writes it.
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            Stage => f.write_str("stage"),
+            Release(label) => write!(f, "release {}", label.name()),
+            Post(label) => write!(f, "post {}", label.name()),
+            Poll(label) => write!(f, "poll {}", label.name()),
+            Acquire(label) => write!(f, "acquire {}", label.name()),
+            Decide => f.write_str("decide"),
+            WriteRows => f.write_str("write rows"),
+            Arrange => f.write_str("arrange"),
+            WireForm => f.write_str("wire form"),
+            Pull => f.write_str("pull"),
+        }
+    }
+}
+
 /// First half of a dispatch or replay.
 #[doc(hidden)]
 pub const DISPATCH_SEND: [Step; 9] = [
