@@ -34,7 +34,6 @@ pub(super) fn combine(
         Ok(calls) => calls,
         Err(error) => return Err(Rejected { error, returned: Some(arrival) }),
     };
-    ep.combine_epoch += 1;
     Ok(ep.queued("combine", gpu::combine(&ctx, &send, &receive))?)
 }
 
@@ -51,9 +50,8 @@ pub(super) fn send(ep: &mut ExpertParallel, routing: &Routing, arrival: Arrival,
         Ok(call) => call,
         Err(error) => return Err(Rejected { error, returned: Some(arrival) }),
     };
-    ep.combine_epoch += 1;
     ep.queued("combine", gpu::combine_send(&ctx, &call))?;
-    Ok(Sent { lease: arrival.lease, filled_by: arrival.filled_by, epoch: ep.combine_epoch })
+    Ok(Sent { lease: arrival.lease, filled_by: arrival.filled_by })
 }
 
 pub(super) fn receive(ep: &mut ExpertParallel, routing: &Routing, sent: Sent, output: Output<'_>) -> Result<(), Rejected<Sent>> {
