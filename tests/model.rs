@@ -1,33 +1,101 @@
-//! The signal code under a model checker: two ranks, every interleaving and every reordering that the fences allow.
+//! The protocol under model checkers: every interleaving of two ranks with every reordering that the fences allow (loom), and the order of steps
+//! of three and four (shuttle).
 //!
-//! Payload lives in cells that the checker watches: a read or write that the words do not order is an error, whatever the values.
+//! The models run the library's words, fences and lists of steps. Mutants break one thing each: every fence that code names, every step, every
+//! pair that `PROTOCOL.md` declares ordered, every rule of `signal::Rules`. A mutant that no model finds fails the trial, and so does a pair that
+//! is declared independent and is not.
 
-use std::cell::Cell;
-use std::sync::{Arc, Once};
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::atomic::Ordering;
 
 use libtest_mimic::{Failed, Trial};
-use loom::cell::UnsafeCell;
-use loom::sync::atomic::{AtomicU64, Ordering, fence};
-use moe_kernels::ep::signal::{CountWord, Kind, Memory, Signals, Word};
+use moe_kernels::ep::signal::Label;
+use moe_kernels::ep::steps::Step;
+
+mod page;
+mod platform;
+mod protocol;
+mod ranks;
+
+use platform::{IS_EXPECTED, Loom, Mutant, Platform, Shuttle, quiet_hook, under};
+use ranks::{SCRIPTS, Script};
 
 /// Every trial of this module.
 pub fn trials() -> Vec<Trial> {
-    let trial = |name: &str, check: fn()| {
-        Trial::test(format!("model::two ranks::{name}"), move || std::panic::catch_unwind(check).map_err(|p| Failed::from(message(&*p))))
+    let mut trials = vec![
+        Trial::test("model::protocol::every name in code is in the document, and the reverse", protocol::names_agree),
+        Trial::test("model::protocol::every two neighbours are declared", protocol::pairs_are_complete),
+    ];
+    let mut add = |name: String, check: Box<dyn Fn() -> Result<(), Failed> + Send + Sync>| {
+        trials.push(Trial::test(format!("model::{name}"), move || check()));
     };
-    vec![
-        trial("rows are complete when done is seen", rows::<Sound>),
-        trial("staged rows are complete when counts are seen", staged::<Sound>),
-        trial("a bank is not written before its credit", credit::<Sound>),
-        trial("rows are not overwritten while they are read", pull::<Sound>),
-        trial("rows need a release", || must_fail(rows::<NoRelease>)),
-        trial("rows need an acquire", || must_fail(rows::<NoAcquire>)),
-        trial("staged rows need a release", || must_fail(staged::<NoRelease>)),
-        trial("staged rows need an acquire", || must_fail(staged::<NoAcquire>)),
-        trial("rows that are read need a release", || must_fail(pull::<NoRelease>)),
-        trial("rows that are read need an acquire", || must_fail(pull::<NoAcquire>)),
-        trial("rows need the credit", || must_fail(without_credit)),
-    ]
+    for script in &SCRIPTS {
+        add(format!("two ranks::{}", script.name), Box::new(|| sound::<Loom>(script, 2, script.steps())));
+        for world in [3, 4] {
+            add(format!("{world} ranks::{}", script.name), Box::new(move || sound::<Shuttle>(script, world, script.steps())));
+        }
+    }
+    add("page::two first failures".into(), Box::new(|| passes(page::first_failure)));
+    add("page::left".into(), Box::new(|| passes(|| page::published(Label::Left))));
+    add("page::meet".into(), Box::new(|| passes(|| page::published(Label::Meet))));
+    add("page::doorbell".into(), Box::new(|| passes(page::doorbell)));
+    add("blocks::the last one signals".into(), Box::new(|| passes(|| page::last_block(Ordering::AcqRel))));
+    for label in Label::ALL {
+        let fences: &[Mutant] = match label {
+            Label::Bell => &[Mutant::NoRelease(label), Mutant::WeakBell],
+            _ => &[Mutant::NoRelease(label), Mutant::NoAcquire(label)],
+        };
+        for &mutant in fences {
+            add(format!("mutants::{mutant:?}"), Box::new(move || killed(&[mutant])));
+        }
+    }
+    for mutants in RULES {
+        add(format!("mutants::{mutants:?}"), Box::new(|| killed(mutants)));
+    }
+    add("mutants::CountsAtLeast alone changes nothing".into(), Box::new(|| survives(&[Mutant::CountsAtLeast])));
+    for fence in [Ordering::Release, Ordering::Acquire] {
+        add(format!("mutants::the last block's fence is {fence:?}"), Box::new(move || must_fail(|| page::last_block(fence)).map(|_| ())));
+    }
+    add(
+        "mutants::blocks do not release".into(),
+        Box::new(|| must_fail(|| under(&[Mutant::NoRelease(Label::Done)], || page::last_block(Ordering::AcqRel))).map(|_| ())),
+    );
+    for step in protocol::all_steps() {
+        add(format!("mutants::without {step}"), Box::new(move || order_is_found(&|s| without(s, step), false)));
+    }
+    for pair in protocol::pairs() {
+        let name = format!("{}, then {}", pair.first, pair.then);
+        if pair.is_ordered {
+            let is_fence = |step: &str| step.starts_with("release") || step.starts_with("acquire");
+            let also_in_order = !is_fence(&pair.first) && !is_fence(&pair.then);
+            add(format!("mutants::not {name}"), Box::new(move || order_is_found(&|s| swapped(s, &pair.first, &pair.then), also_in_order)));
+        } else {
+            add(format!("both orders::{name}"), Box::new(move || both_orders(&pair)));
+        }
+    }
+    trials
+}
+
+/// Rules, each replaced by one that does not do.
+const RULES: [&[Mutant]; 7] = [
+    &[Mutant::OneParity],
+    &[Mutant::OneParity, Mutant::CountsAtLeast],
+    &[Mutant::Exactly],
+    &[Mutant::OneBank],
+    &[Mutant::OneReadyWord],
+    &[Mutant::FewCopies],
+    &[Mutant::LastWins],
+];
+
+type Steps = Vec<(u64, Step)>;
+
+fn sound<P: Platform>(script: &'static Script, world: usize, steps: Steps) -> Result<(), Failed> {
+    let steps: &'static [(u64, Step)] = steps.leak();
+    passes(|| ranks::explore::<P>(script, world, steps))
+}
+
+fn passes(model: impl FnOnce()) -> Result<(), Failed> {
+    catch_unwind(AssertUnwindSafe(model)).map_err(|p| Failed::from(message(&*p)))
 }
 
 fn message(panic: &(dyn std::any::Any + Send)) -> String {
@@ -35,206 +103,121 @@ fn message(panic: &(dyn std::any::Any + Send)) -> String {
     text.or_else(|| panic.downcast_ref::<&str>().map(|s| s.to_string())).unwrap_or_else(|| "panicked".into())
 }
 
-/// The checker's atomics, with a fence left out by choice.
-#[derive(Debug)]
-struct Model<const RELEASE: bool, const ACQUIRE: bool>;
-
-#[derive(Debug)]
-struct ModelWord(AtomicU64);
-
-impl Word for ModelWord {
-    fn zero() -> Self {
-        ModelWord(AtomicU64::new(0))
+/// Every model of two ranks and of the page, in the order of what they cost.
+fn models() -> Vec<Box<dyn Fn()>> {
+    let mut all: Vec<Box<dyn Fn()>> = vec![
+        Box::new(page::first_failure),
+        Box::new(|| page::published(Label::Left)),
+        Box::new(|| page::published(Label::Meet)),
+        Box::new(page::doorbell),
+    ];
+    for script in &SCRIPTS {
+        let steps: &'static [(u64, Step)] = script.steps().leak();
+        all.push(Box::new(move || ranks::explore::<Loom>(script, 2, steps)));
     }
-
-    fn load(&self) -> u64 {
-        self.0.load(Ordering::Relaxed)
-    }
-
-    fn store(&self, value: u64) {
-        self.0.store(value, Ordering::Relaxed);
-    }
+    all
 }
 
-impl<const RELEASE: bool, const ACQUIRE: bool> Memory for Model<RELEASE, ACQUIRE> {
-    type Word = ModelWord;
+/// Some model finds what `mutants` break.
+fn killed(mutants: &[Mutant]) -> Result<(), Failed> {
+    let is_found = models().iter().any(|model| must_fail(|| under(mutants, model)).is_ok());
+    if is_found { Ok(()) } else { Err(format!("no model finds {mutants:?}").into()) }
+}
 
-    fn release() {
-        if RELEASE {
-            fence(Ordering::Release);
+/// No model finds anything.
+fn survives(mutants: &'static [Mutant]) -> Result<(), Failed> {
+    models().iter().try_for_each(|model| passes(|| under(mutants, model)))
+}
+
+/// Some script of two ranks finds what `change` does to the steps, and of three and four when `also_in_order`.
+fn order_is_found(change: &dyn Fn(Steps) -> Steps, also_in_order: bool) -> Result<(), Failed> {
+    let is_found = |explore: &dyn Fn(&'static Script, &'static [(u64, Step)])| {
+        SCRIPTS.iter().any(|script| {
+            let (before, after) = (script.steps(), change(script.steps()));
+            before != after && must_fail(|| explore(script, after.leak())).is_ok()
+        })
+    };
+    if !is_found(&|script, steps| ranks::explore::<Loom>(script, 2, steps)) {
+        return Err("no model of two ranks finds it".into());
+    }
+    for world in [3, 4].into_iter().filter(|_| also_in_order) {
+        if !is_found(&|script, steps| ranks::explore::<Shuttle>(script, world, steps)) {
+            return Err(format!("no model of {world} ranks finds it").into());
         }
     }
+    Ok(())
+}
 
-    fn acquire() {
-        if ACQUIRE {
-            fence(Ordering::Acquire);
+/// The other order is sound as well, in every script that has the pair.
+fn both_orders(pair: &protocol::Pair) -> Result<(), Failed> {
+    let mut num = 0;
+    for script in SCRIPTS.iter().filter(|script| !pair.needs_packets || script.packets) {
+        // With packets posting comes right after its fence, and the rows after both.
+        let change = if pair.needs_packets { delayed } else { swapped };
+        let (before, after) = (script.steps(), change(script.steps(), &pair.first, &pair.then));
+        if before == after {
+            continue;
+        }
+        num += 1;
+        sound::<Loom>(script, 2, after.clone())?;
+        sound::<Shuttle>(script, 3, after.clone())?;
+        sound::<Shuttle>(script, 4, after)?;
+    }
+    if num == 0 { Err("no script has the pair".into()) } else { Ok(()) }
+}
+
+fn without(mut steps: Steps, step: Step) -> Steps {
+    steps.retain(|(_, s)| *s != step);
+    steps
+}
+
+/// Wherever `first` comes before `then`, the next `then` is taken right before it.
+fn swapped(steps: Steps, first: &str, then: &str) -> Steps {
+    let mut rest = steps;
+    let mut out = Steps::new();
+    while !rest.is_empty() {
+        let step = rest.remove(0);
+        if step.1.to_string() == first
+            && let Some(at) = rest.iter().position(|s| s.1.to_string() == then)
+        {
+            out.push(rest.remove(at));
+        }
+        out.push(step);
+    }
+    out
+}
+
+/// Wherever `first` comes before `then`, it is taken right behind the next `then`.
+fn delayed(mut steps: Steps, first: &str, then: &str) -> Steps {
+    for i in (0..steps.len()).rev().filter(|&i| steps[i].1.to_string() == first).collect::<Vec<_>>() {
+        if let Some(at) = steps[i..].iter().position(|s| s.1.to_string() == then) {
+            steps[i..=i + at].rotate_left(1);
         }
     }
+    steps
 }
 
-/// One rank's memory: its words, and a row of each kind that a peer writes or reads.
-struct RankMemory<M: Memory> {
-    signals: Signals<M>,
-    /// The row that the peer writes.
-    row: UnsafeCell<u64>,
-    /// The staged row of each parity.
-    staged: [UnsafeCell<u64>; 2],
-    /// The row that experts write and the peer reads.
-    output: UnsafeCell<u64>,
-}
-
-struct TwoRanks<M: Memory>([RankMemory<M>; 2]);
-
-// SAFETY: the checker's cells report every access that is not ordered; sharing them is what the model is about.
-unsafe impl<M: Memory> Sync for TwoRanks<M> {}
-// SAFETY: as above.
-unsafe impl<M: Memory> Send for TwoRanks<M> {}
-
-impl<M: Memory> TwoRanks<M> {
-    fn new() -> Self {
-        let rank = || RankMemory {
-            signals: Signals::new(2, 1),
-            row: UnsafeCell::new(0),
-            staged: [UnsafeCell::new(0), UnsafeCell::new(0)],
-            output: UnsafeCell::new(0),
-        };
-        TwoRanks([rank(), rank()])
-    }
-
-    fn post_counts(&self, me: usize, epoch: u64) {
-        M::release();
-        self.0[1 - me].signals.post_counts(me, &[CountWord { epoch, count: 1, bank: 0, invalid: false, kind: Kind::Dispatch as u64 }]);
-    }
-
-    fn read_counts(&self, me: usize, epoch: u64) {
-        while self.0[me].signals.poll_counts(1 - me, epoch, 0, |_, word| assert_eq!(word.count, 1)) == 0 {
-            loom::thread::yield_now();
-        }
-        M::acquire();
-    }
-
-    /// Steps 2 to 7: the peer's row arrives.
-    fn dispatch(&self, me: usize, epoch: u64) {
-        self.post_counts(me, epoch);
-        self.read_counts(me, epoch);
-        write(&self.0[1 - me].row, epoch);
-        M::release();
-        self.0[1 - me].signals.post_done(me, epoch);
-        while self.0[me].signals.seen_done(1 - me) < epoch {
-            loom::thread::yield_now();
-        }
-        M::acquire();
-        assert_eq!(read(&self.0[me].row), epoch);
-    }
-
-    /// Steps 8 to 10: the peer's output is read.
-    fn combine(&self, me: usize, epoch: u64) {
-        write(&self.0[me].output, epoch);
-        M::release();
-        self.0[1 - me].signals.post_ready(me, epoch);
-        while self.0[me].signals.seen_ready(1 - me) < epoch {
-            loom::thread::yield_now();
-        }
-        M::acquire();
-        assert_eq!(read(&self.0[1 - me].output), epoch);
-    }
-}
-
-fn write(cell: &UnsafeCell<u64>, value: u64) {
-    // SAFETY: the checker fails the model when this access races.
-    cell.with_mut(|p| unsafe { *p = value });
-}
-
-fn read(cell: &UnsafeCell<u64>) -> u64 {
-    // SAFETY: as above.
-    cell.with(|p| unsafe { *p })
-}
-
-/// Runs `steps` on both ranks in every way.
-fn explore<M: Memory + 'static>(steps: impl Fn(&TwoRanks<M>, usize) + Copy + Send + Sync + 'static) {
-    let mut builder = loom::model::Builder::new();
-    // Two switches away from a thread that could go on find every known mutant in seconds (measured); more adds time only.
-    builder.preemption_bound = Some(2);
-    builder.check(move || {
-        let ranks = Arc::new(TwoRanks::<M>::new());
-        let peer = ranks.clone();
-        let thread = loom::thread::spawn(move || steps(&peer, 1));
-        steps(&ranks, 0);
-        thread.join().unwrap();
-    });
-}
-
-type Sound = Model<true, true>;
-type NoRelease = Model<false, true>;
-type NoAcquire = Model<true, false>;
-
-fn rows<M: Memory + 'static>() {
-    explore::<M>(|ranks, me| ranks.dispatch(me, 1));
-}
-
-fn staged<M: Memory + 'static>() {
-    // Three epochs: the third uses the staging of the first again.
-    explore::<M>(|ranks, me| {
-        for epoch in 1..=3 {
-            write(&ranks.0[1 - me].staged[epoch as usize & 1], epoch);
-            ranks.post_counts(me, epoch);
-            ranks.read_counts(me, epoch);
-            assert_eq!(read(&ranks.0[me].staged[epoch as usize & 1]), epoch);
-        }
-    });
-}
-
-fn credit<M: Memory + 'static>() {
-    // The second epoch overwrites the row that the first one's arrival read.
-    explore::<M>(|ranks, me| {
-        ranks.dispatch(me, 1);
-        ranks.dispatch(me, 2);
-    });
-}
-
-fn pull<M: Memory + 'static>() {
-    explore::<M>(|ranks, me| {
-        ranks.dispatch(me, 1);
-        ranks.combine(me, 1);
-        // What experts write after the next dispatch is what the peer read in the combine before it.
-        ranks.dispatch(me, 2);
-        write(&ranks.0[me].output, 2);
-    });
-}
-
-fn without_credit() {
-    explore::<Sound>(|ranks, me| {
-        for epoch in 1..=2 {
-            // Writes before it has read the peer's words.
-            write(&ranks.0[1 - me].row, epoch);
-            Sound::release();
-            ranks.0[1 - me].signals.post_done(me, epoch);
-            while ranks.0[me].signals.seen_done(1 - me) < epoch {
-                loom::thread::yield_now();
-            }
-            Sound::acquire();
-            assert_eq!(read(&ranks.0[me].row), epoch);
-        }
-    });
-}
-
-thread_local! {
-    /// This thread's panics are expected: the hook prints nothing.
-    static IS_EXPECTED: Cell<bool> = const { Cell::new(false) };
-}
-
-fn must_fail(model: fn()) {
-    static QUIET_HOOK: Once = Once::new();
-    QUIET_HOOK.call_once(|| {
-        let print = std::panic::take_hook();
-        std::panic::set_hook(Box::new(move |info| {
-            if !IS_EXPECTED.get() {
-                print(info);
-            }
-        }));
-    });
+/// The model fails for a reason that a broken protocol has: a race, a wrong value, or a wait without end.
+fn must_fail(model: impl FnOnce()) -> Result<String, Failed> {
+    quiet_hook();
     IS_EXPECTED.set(true);
-    let found = std::panic::catch_unwind(model).map_err(|p| message(&*p));
+    let found = catch_unwind(AssertUnwindSafe(model)).map_err(|p| message(&*p));
     IS_EXPECTED.set(false);
-    assert!(matches!(&found, Err(m) if m.contains("Causality violation")), "the checker found no race: {found:?}");
+    const REASONS: [&str; 10] = [
+        "Causality violation",
+        "of another epoch",
+        "was not decided",
+        "maximum number of branches",
+        "a wait without end",
+        "rows that nobody pulled",
+        "deadlock",
+        "record that is not whole",
+        "two first failures",
+        "that nobody finds",
+    ];
+    match found {
+        Ok(()) => Err("the checker found nothing".into()),
+        Err(text) if REASONS.iter().any(|reason| text.contains(reason)) => Ok(text),
+        Err(text) => Err(format!("failed for another reason: {text}").into()),
+    }
 }

@@ -10,7 +10,7 @@ use moe_kernels::{Backend, Error, Result};
 
 use crate::bench::Json;
 use crate::bench::ep::case::Case;
-use crate::bench::ep::options::{Programmatic, Shape};
+use crate::bench::ep::options::{Programmatic, SUMS, Shape};
 use crate::bench::ep::rank::{Arm, Gate, Plan, Rank, all};
 use crate::bench::ep::{launching, ordinal};
 use crate::output::{Output, Progress};
@@ -210,8 +210,8 @@ fn by_distance(tokens: &[usize]) -> Vec<usize> {
 fn plan(arguments: &Arguments, job: &Job, tokens: usize) -> Plan {
     let of_phase = PhaseTuning { geometry: None, sms: job.sms };
     let tuning = match job.phase {
-        TablePhase::Dispatch => Tuning { dispatch: of_phase, ..Tuning::default() },
-        TablePhase::Combine => Tuning { combine: of_phase, ..Tuning::default() },
+        TablePhase::Dispatch => Tuning { dispatch: of_phase, sums: SUMS, ..Tuning::default() },
+        TablePhase::Combine => Tuning { combine: of_phase, sums: SUMS, ..Tuning::default() },
     };
     Plan {
         arms: Vec::new(),

@@ -176,6 +176,7 @@ DEVICE void report(const Rank& me) {
         store_relaxed_system(words + 3, now);
         store_relaxed_system(words, t.what);
     }
+    // sync first: release; the records are complete before any abort word says so. sync record: the host's, before its status
     release_system();
     store_relaxed_system(&me.host->status, STATUS_FAILED);
 #pragma unroll 1

@@ -3,6 +3,8 @@
 //! A [`World`] is one rank's membership; an [`ExpertParallel`] is one rank's end of the buffers through which tokens travel to experts and
 //! back. `PROTOCOL.md` beside this file says in numbered steps who may write what, and when.
 
+#[doc(hidden)]
+pub mod bell;
 mod config;
 #[doc(hidden)]
 pub mod device;
@@ -14,6 +16,8 @@ mod plan;
 mod processes;
 #[doc(hidden)]
 pub mod signal;
+#[doc(hidden)]
+pub mod steps;
 pub(crate) mod symmetric;
 pub(crate) mod wait;
 pub(crate) mod world;
@@ -23,7 +27,7 @@ pub use config::{
 };
 pub use device::memory::DevicePlan;
 pub use device::table::{Key as TableKey, Provenance, RULE, Row as TableRow, Table, TablePhase};
-pub use device::tuning::{ChosenBy, Launch, Launches, Measure, PhaseTuning, Tuning};
+pub use device::tuning::{ChosenBy, Launch, Launches, Measure, PhaseTuning, Sums, Tuning};
 pub use object::ExpertParallel;
 pub use plan::{Plan, Regions};
 #[cfg(target_os = "linux")]

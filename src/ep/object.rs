@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use super::device::End;
 use super::device::tuning::{Launches, Tuning};
-use super::signal::{CountWord, Machine, Signals, num_signal_words};
+use super::signal::{CountWord, Machine, Rules, Signals, num_signal_words};
 use super::symmetric::{Symmetric, Words};
 use super::wait::scaled;
 use super::world::{Member, lock, timeout_scale};
@@ -28,8 +28,6 @@ pub struct ExpertParallel {
     pub(crate) shared: Arc<Shared>,
     /// Last dispatch, replay included.
     pub(crate) epoch: u64,
-    /// Last combine.
-    pub(crate) combine_epoch: u64,
     /// This rank's count words of the call that is being made.
     pub(crate) words: Vec<CountWord>,
 }
@@ -110,7 +108,7 @@ impl ExpertParallel {
         let words = vec![CountWord::unpack(0); plan.num_count_words];
         let banks = [0, 1].map(|_| Mutex::new(Some(Box::new(Counts::new(&config, &plan, world.rank())))));
         let shared = Shared { member: world.member().clone(), config, plan, timeout, ranks, cuda, banks };
-        Ok(ExpertParallel { shared: Arc::new(shared), epoch: 0, combine_epoch: 0, words })
+        Ok(ExpertParallel { shared: Arc::new(shared), epoch: 0, words })
     }
 
     /// The configuration.
@@ -128,6 +126,12 @@ impl ExpertParallel {
     pub fn synchronize(&self) -> Result<()> {
         self.shared.member.check_alive()?;
         self.shared.cuda().map_or(Ok(()), |end| end.wait(&self.shared.member, self.shared.timeout))
+    }
+
+    /// Of a GPU rank: fills its banks with 0xFF, for tests that look for reads of what nobody wrote. Before the first call of any rank; waits.
+    #[doc(hidden)]
+    pub fn poison(&self) -> Result<()> {
+        self.shared.cuda().map_or(Ok(()), End::poison)
     }
 
     /// Of a GPU rank: calls from now on are queued in `stream`, after what the stream until now holds. While one of the two is being captured into a
@@ -248,14 +252,14 @@ impl Shared {
         (0..world).map(move |i| (me + i) % world)
     }
 
-    /// Takes the bank of the next dispatch. Banks alternate, so that all ranks take the same one.
+    /// Takes the bank of dispatch or replay `epoch`. Banks alternate, so that all ranks take the same one.
     pub fn take_bank(self: &Arc<Self>, op: &'static str, epoch: u64) -> Result<Lease> {
-        let bank = epoch as usize % self.config.in_flight;
+        let bank = Machine::bank(epoch, self.config.in_flight);
         let Some(counts) = lock(&self.banks[bank]).take() else {
             let why = format!("an arrival of it is alive, and in_flight is {}", self.config.in_flight);
             return Err(Error::Busy { op, what: format!("bank {bank}"), why });
         };
-        Ok(Lease { shared: self.clone(), bank, counts: Some(counts), is_counted: AtomicBool::new(false) })
+        Ok(Lease { shared: self.clone(), bank, epoch, counts: Some(counts), is_counted: AtomicBool::new(false) })
     }
 }
 
@@ -283,6 +287,8 @@ impl Counts {
 pub(crate) struct Lease {
     pub shared: Arc<Shared>,
     pub bank: usize,
+    /// The dispatch or replay that took it.
+    pub epoch: u64,
     counts: Option<Box<Counts>>,
     /// On a GPU, `ByToken`: the rows of each expert have been counted.
     is_counted: AtomicBool,

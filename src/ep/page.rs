@@ -2,10 +2,11 @@
 #![forbid(unsafe_code)]
 
 use std::fmt;
-use std::sync::atomic::{AtomicU32, AtomicU64, Ordering, fence};
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
-use std::time::Duration;
 
+use super::bell::Bell;
+use super::signal::{Label, Machine, observe, publish, publish_first};
 use super::symmetric::{Symmetric, Words};
 use super::world::lock;
 use crate::error::{Failure, FailureKind};
@@ -121,8 +122,8 @@ impl Page {
     /// The first failure of the world.
     #[inline]
     pub fn first(&self) -> Option<Failure> {
-        // sync first: acquire, pairs with the exchange in `fail`
-        match self.first[0].load(Ordering::Acquire) {
+        // sync first: acquire, pairs with `publish_first` in `fail`
+        match observe::<Machine>(Label::First, &self.first[0]) {
             0 => None,
             of => Some(self.ranks[of as usize - 1].read_record()),
         }
@@ -135,8 +136,8 @@ impl Page {
             if self.first().is_none() {
                 // Nobody reads it before the exchange succeeds, and it is written once: afterwards there is a first failure.
                 self.ranks[me.index()].write_record(failure);
-                // sync first: release, pairs with the load in `first`. Of several ranks one wins, for all.
-                let _ = self.first[0].compare_exchange(0, u64::from(me.0) + 1, Ordering::AcqRel, Ordering::Acquire);
+                // sync first: release, pairs with `observe` in `first`. Of several ranks one wins, for all.
+                publish_first::<Machine>(Label::First, &self.first[0], u64::from(me.0) + 1);
             }
         }
         self.ring_all();
@@ -177,22 +178,26 @@ impl Page {
     }
 
     pub fn has_left(&self, rank: usize) -> bool {
-        self.ranks[rank].left.load(Ordering::Acquire) != 0
+        // sync left: acquire, pairs with `leave`
+        observe::<Machine>(Label::Left, &self.ranks[rank].left) != 0
     }
 
     pub fn leave(&self, rank: usize) {
-        self.ranks[rank].left.store(1, Ordering::Release);
+        // sync left: release, pairs with `has_left`: after it there are no more words to wait for
+        publish::<Machine>(Label::Left, &self.ranks[rank].left, 1);
         self.ring_all();
     }
 
     /// Collective calls that `rank` has entered.
     pub fn num_meetings(&self, rank: usize) -> u64 {
-        self.ranks[rank].num_meetings.load(Ordering::Acquire)
+        // sync meet: acquire, pairs with `meet`
+        observe::<Machine>(Label::Meet, &self.ranks[rank].num_meetings)
     }
 
     /// `rank` enters its `num`-th collective call.
     pub fn meet(&self, rank: usize, num: u64) {
-        self.ranks[rank].num_meetings.store(num, Ordering::Release);
+        // sync meet: release, pairs with `num_meetings`
+        publish::<Machine>(Label::Meet, &self.ranks[rank].num_meetings, num);
         self.ring_all();
     }
 
@@ -258,70 +263,10 @@ fn unpack_name(words: &[u64]) -> Name {
     intern(&String::from_utf8_lossy(&bytes))
 }
 
-/// What wakes a parked rank.
-#[derive(Debug)]
-#[repr(C)]
-pub(crate) struct Bell {
-    /// What the system's queue of sleepers is keyed by; a ring changes it.
-    num_rings: AtomicU32,
-    num_parked: AtomicU32,
-}
-
-impl Bell {
-    /// Wakes whoever is parked here. Called after a word of theirs was stored.
-    pub fn ring(&self) {
-        // The store of the word comes before the load of the flag, as the store of the flag comes before the last poll in `park`: one of the
-        // two sides sees the other.
-        fence(Ordering::SeqCst);
-        if self.num_parked.load(Ordering::Relaxed) > 0 {
-            self.num_rings.fetch_add(1, Ordering::Release);
-            wake(&self.num_rings);
-        }
-    }
-
-    /// Sleeps until a ring, at most `nap`, unless `is_ready` already holds.
-    pub fn park(&self, nap: Duration, is_ready: impl FnOnce() -> bool) {
-        // Before the flag: a ring after this read makes the sleep end at once.
-        let num_rings = self.num_rings.load(Ordering::Acquire);
-        self.num_parked.fetch_add(1, Ordering::Relaxed);
-        fence(Ordering::SeqCst);
-        if !is_ready() {
-            sleep(&self.num_rings, num_rings, nap);
-        }
-        self.num_parked.fetch_sub(1, Ordering::Relaxed);
-    }
-}
-
-/// Sleeps until a wake, at most `nap`, if `word` still has this value. The queue is found by the memory under the word, so it reaches across processes.
-#[cfg(target_os = "linux")]
-fn sleep(word: &AtomicU32, value: u32, nap: Duration) {
-    use rustix::thread::futex;
-    let Ok(nap) = futex::Timespec::try_from(nap) else { return };
-    // Woken, changed, interrupted or too late: the caller polls again in any case.
-    let _ = futex::wait(word, futex::Flags::empty(), value, Some(&nap));
-}
-
-#[cfg(target_os = "linux")]
-fn wake(word: &AtomicU32) {
-    use rustix::thread::futex;
-    // No error is possible for a word that exists.
-    let _ = futex::wake(word, futex::Flags::empty(), i32::MAX as u32);
-}
-
-/// Without such queues a sleeper looks again soon (arbitrary: a tenth of a millisecond).
-#[cfg(not(target_os = "linux"))]
-fn sleep(word: &AtomicU32, value: u32, nap: Duration) {
-    if word.load(Ordering::Relaxed) == value {
-        std::thread::sleep(nap.min(Duration::from_micros(100)));
-    }
-}
-
-#[cfg(not(target_os = "linux"))]
-fn wake(_: &AtomicU32) {}
-
 #[cfg(test)]
 mod tests {
-    use std::time::Instant;
+    use std::sync::atomic::AtomicU32;
+    use std::time::{Duration, Instant};
 
     use super::*;
 
@@ -431,7 +376,7 @@ mod tests {
         let start = Instant::now();
         std::thread::scope(|scope| {
             scope.spawn(|| page.ranks[0].bell.park(Duration::from_secs(20), || false));
-            while page.ranks[0].bell.num_parked.load(Ordering::Relaxed) == 0 {
+            while !page.ranks[0].bell.has_parked() {
                 std::thread::yield_now();
             }
             page.ranks[0].bell.ring();

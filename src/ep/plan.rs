@@ -4,7 +4,7 @@
 use super::config::{
     Config, Layout, MAX_K, MAX_RANKS, MAX_TOKENS, Mode, Overflow, Quantize, ROW_ALIGN, Reduce, SCALE_BLOCK, ScaleLayout, Wire,
 };
-use super::signal::num_signal_words;
+use super::signal::{Machine, Rules, num_signal_words};
 use crate::error::{Error, Result};
 use crate::routing::Placement;
 use crate::tensor::DType;
@@ -178,7 +178,7 @@ impl Plan {
         let message_bytes =
             row_bytes.checked_add(message_record).and_then(|b| b.checked_next_multiple_of(64)).ok_or_else(|| too_large("hidden"))?;
         // One more than banks: a peer that holds every bank unread has posted the counts that let this rank stage one more epoch.
-        let staging = at.take("expected_tokens", (c.in_flight + 1) * world * staged_rows, message_bytes)?;
+        let staging = at.take("expected_tokens", Machine::staging_copies(c.in_flight) * world * staged_rows, message_bytes)?;
         let num_count_words = world + if c.layout.is_by_expert() { c.num_experts } else { 0 };
         let signals = at.take("num_experts", num_signal_words(world, num_count_words), size_of::<u64>())?;
         Ok(Plan {

@@ -2,24 +2,102 @@
 //!
 //! Everything here is generic over [`Memory`], so that the same functions run on the atomics of the machine and on those of a model checker.
 //! Words are read and written relaxed; order comes from the two fences alone, as on a GPU: a rank that publishes issues [`Memory::release`]
-//! once and then stores to all its peers, a rank that waited issues [`Memory::acquire`] once after all its polls succeeded.
+//! once and then stores to all its peers, a rank that waited issues [`Memory::acquire`] once after all its polls succeeded. Every fence says
+//! which [`Label`] it belongs to, so that a model checker can leave out each of them; `PROTOCOL.md` has the list.
 #![forbid(unsafe_code)]
 
 use std::marker::PhantomData;
 use std::ops::Deref;
 use std::sync::atomic::{AtomicU64, Ordering, fence};
 
+/// What a pair of fences orders. Code names it at every fence: as this value, and in kernels as `sync NAME`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[doc(hidden)]
+pub enum Label {
+    /// Count words: staged rows are complete, and the bank that the words name may be written.
+    Counts,
+    /// Done words: the rows of a dispatch are complete.
+    Done,
+    /// Ready words: the rows of a combine are complete.
+    Ready,
+    /// The abort word: the record of the first failure is complete.
+    First,
+    /// A rank has left; its words are all there.
+    Left,
+    /// A rank has entered a collective call; what it did before is there.
+    Meet,
+    /// Doorbells: a sleeper and who wakes it do not miss each other.
+    Bell,
+}
+
+impl Label {
+    /// All of them.
+    pub const ALL: [Label; 7] = [Label::Counts, Label::Done, Label::Ready, Label::First, Label::Left, Label::Meet, Label::Bell];
+
+    /// The name in `PROTOCOL.md`.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Label::Counts => "counts",
+            Label::Done => "done",
+            Label::Ready => "ready",
+            Label::First => "first",
+            Label::Left => "left",
+            Label::Meet => "meet",
+            Label::Bell => "bell",
+        }
+    }
+}
+
+/// What the protocol decides by number. A model checker puts other rules in their place, to see that these are needed.
+#[doc(hidden)]
+pub trait Rules {
+    /// Which of the two copies of the count words epoch `epoch` uses.
+    fn parity(epoch: u64) -> usize {
+        (epoch & 1) as usize
+    }
+
+    /// Whether a count word is of `epoch`.
+    fn is_of(seen: u64, epoch: u64) -> bool {
+        seen == epoch
+    }
+
+    /// Whether a done or ready word says that `epoch` has come.
+    fn has_come(seen: u64, epoch: u64) -> bool {
+        seen >= epoch
+    }
+
+    /// The bank of dispatch `epoch`: they alternate.
+    fn bank(epoch: u64, in_flight: usize) -> usize {
+        epoch as usize % in_flight
+    }
+
+    /// Which ready word of a sender is that of `bank`.
+    fn ready_word(bank: usize) -> usize {
+        bank
+    }
+
+    /// Copies of the staging.
+    fn staging_copies(in_flight: usize) -> usize {
+        in_flight + 1
+    }
+
+    /// The copy of the staging that `epoch` uses.
+    fn staging_copy(epoch: u64, in_flight: usize) -> usize {
+        epoch as usize % Self::staging_copies(in_flight)
+    }
+}
+
 /// Atomic memory as the protocol uses it.
 #[doc(hidden)]
-pub trait Memory {
+pub trait Memory: Rules {
     /// A 64-bit word with one writer.
     type Word: Word;
 
     /// What this thread wrote becomes visible to whoever reads a word stored after this.
-    fn release();
+    fn release(label: Label);
 
     /// What was written before the stores of the words that this thread has read becomes visible to it.
-    fn acquire();
+    fn acquire(label: Label);
 }
 
 /// A word, read and written relaxed.
@@ -31,6 +109,8 @@ pub trait Word {
     fn load(&self) -> u64;
     /// Relaxed store.
     fn store(&self, value: u64);
+    /// Relaxed store, if the value is 0.
+    fn claim(&self, value: u64);
 }
 
 /// The atomics of the machine.
@@ -38,14 +118,16 @@ pub trait Word {
 #[doc(hidden)]
 pub struct Machine;
 
+impl Rules for Machine {}
+
 impl Memory for Machine {
     type Word = AtomicU64;
 
-    fn release() {
+    fn release(_: Label) {
         fence(Ordering::Release);
     }
 
-    fn acquire() {
+    fn acquire(_: Label) {
         fence(Ordering::Acquire);
     }
 }
@@ -62,6 +144,36 @@ impl Word for AtomicU64 {
     fn store(&self, value: u64) {
         AtomicU64::store(self, value, Ordering::Relaxed);
     }
+
+    fn claim(&self, value: u64) {
+        // Who comes later changes nothing, and finds the other's value when it reads.
+        let _ = self.compare_exchange(0, value, Ordering::Relaxed, Ordering::Relaxed);
+    }
+}
+
+/// Stores a word that says that all before it is there.
+#[doc(hidden)]
+pub fn publish<M: Memory>(label: Label, word: &M::Word, value: u64) {
+    M::release(label);
+    word.store(value);
+}
+
+/// As [`publish`], for the one of several writers that comes first.
+#[doc(hidden)]
+pub fn publish_first<M: Memory>(label: Label, word: &M::Word, value: u64) {
+    M::release(label);
+    word.claim(value);
+}
+
+/// Reads such a word; unless it is 0, what came before it is there.
+#[doc(hidden)]
+#[inline]
+pub fn observe<M: Memory>(label: Label, word: &M::Word) -> u64 {
+    let value = word.load();
+    if value != 0 {
+        M::acquire(label);
+    }
+    value
 }
 
 /// Bits of the fields of a count word (from DESIGN 5): epoch 40, count 20, bank 1, invalid 1, kind 2.
@@ -119,7 +231,7 @@ impl CountWord {
 #[doc(hidden)]
 pub struct Signals<M: Memory, S = Vec<<M as Memory>::Word>> {
     /// `[2 parities of the epoch, sender, word]` counts, compared with `==`; then `[sender]` done, the last dispatch whose rows are complete
-    /// here, and `[sender]` ready, the last combine for which the sender's rows may be read: both only grow.
+    /// here, and `[2 banks, sender]` ready, the epoch of the bank's arrival whose rows the reader may read for a combine: both only grow.
     words: S,
     world: usize,
     num_words: usize,
@@ -136,7 +248,7 @@ impl<M: Memory> Signals<M> {
 
 /// Words that a rank has in a world where each sender has `num_words` counts.
 pub(crate) fn num_signal_words(world: usize, num_words: usize) -> usize {
-    2 * world * num_words + 2 * world
+    2 * world * num_words + 3 * world
 }
 
 impl<M: Memory, S: Deref<Target = [M::Word]>> Signals<M, S> {
@@ -151,19 +263,18 @@ impl<M: Memory, S: Deref<Target = [M::Word]>> Signals<M, S> {
 
     /// The words of `sender` for the parity of `epoch`.
     fn count_words(&self, sender: usize, epoch: u64) -> &[M::Word] {
-        &self.words[((epoch & 1) as usize * self.world + sender) * self.num_words..][..self.num_words]
+        &self.words[(M::parity(epoch) * self.world + sender) * self.num_words..][..self.num_words]
     }
 
     fn done(&self, sender: usize) -> &M::Word {
         &self.words[2 * self.world * self.num_words + sender]
     }
 
-    fn ready(&self, sender: usize) -> &M::Word {
-        &self.words[2 * self.world * self.num_words + self.world + sender]
+    fn ready(&self, sender: usize, bank: usize) -> &M::Word {
+        &self.words[2 * self.world * self.num_words + (1 + M::ready_word(bank)) * self.world + sender]
     }
 
     /// Stores the count words of `me` here. The caller has issued [`Memory::release`] after the last access that they give away.
-    // sync counts: pairs with the acquire after `poll_counts` in the dispatch of the peer
     pub fn post_counts(&self, me: usize, words: &[CountWord]) {
         for (word, value) in self.count_words(me, words[0].epoch).iter().zip(words) {
             word.store(value.pack());
@@ -176,7 +287,7 @@ impl<M: Memory, S: Deref<Target = [M::Word]>> Signals<M, S> {
         let words = self.count_words(sender, epoch);
         for (i, word) in words.iter().enumerate().skip(first) {
             let word = CountWord::unpack(word.load());
-            if word.epoch != epoch {
+            if !M::is_of(word.epoch, epoch) {
                 return i;
             }
             take(i, word);
@@ -190,25 +301,34 @@ impl<M: Memory, S: Deref<Target = [M::Word]>> Signals<M, S> {
     }
 
     /// Says that the rows of `me` for dispatch `epoch` are complete here. The caller has issued [`Memory::release`] after writing them.
-    // sync done: pairs with the acquire after `seen_done` in dispatch_receive
     pub fn post_done(&self, me: usize, epoch: u64) {
         self.done(me).store(epoch);
     }
 
-    /// The last dispatch that `sender` completed here; waits compare with `>=`.
+    /// Whether `sender` has completed its rows of dispatch `epoch` here.
+    pub fn is_done(&self, sender: usize, epoch: u64) -> bool {
+        M::has_come(self.seen_done(sender), epoch)
+    }
+
+    /// The last dispatch that `sender` completed here.
     pub fn seen_done(&self, sender: usize) -> u64 {
         self.done(sender).load()
     }
 
-    /// Says that the rows of `me` for combine `epoch` may be read. The caller has issued [`Memory::release`] after writing them.
-    // sync ready: pairs with the acquire after `seen_ready` in combine_receive
-    pub fn post_ready(&self, me: usize, epoch: u64) {
-        self.ready(me).store(epoch);
+    /// Says that the rows of `me` for the combine of the arrival of `epoch` in `bank` may be read. The caller has issued
+    /// [`Memory::release`] after writing them. An arrival is combined at most once and those of a bank are ordered, so nobody counts combines.
+    pub fn post_ready(&self, me: usize, bank: usize, epoch: u64) {
+        self.ready(me, bank).store(epoch);
     }
 
-    /// The last combine for which `sender` is ready; waits compare with `>=`.
-    pub fn seen_ready(&self, sender: usize) -> u64 {
-        self.ready(sender).load()
+    /// Whether the rows of `sender` for the combine of the arrival of `epoch` in `bank` may be read.
+    pub fn is_ready(&self, sender: usize, bank: usize, epoch: u64) -> bool {
+        M::has_come(self.seen_ready(sender, bank), epoch)
+    }
+
+    /// Epoch of the last arrival of `bank` for whose combine `sender` is ready.
+    pub fn seen_ready(&self, sender: usize, bank: usize) -> u64 {
+        self.ready(sender, bank).load()
     }
 }
 
@@ -242,5 +362,15 @@ mod tests {
         assert_eq!(signals.poll_counts(1, 3, 0, |_, _| panic!("stale word taken")), 0);
         assert_eq!(signals.poll_counts(0, 1, 0, |_, _| panic!("foreign word taken")), 0);
         assert_eq!((signals.seen_counts(1, 3), signals.seen_counts(1, 2)), (1, 0));
+    }
+
+    #[test]
+    fn ready_words_of_two_banks_are_two() {
+        let signals = Signals::<Machine>::new(2, 1);
+        signals.post_ready(1, 0, 4);
+        signals.post_ready(1, 1, 3);
+        assert_eq!([0, 1].map(|bank| signals.seen_ready(1, bank)), [4, 3]);
+        assert_eq!([0, 1].map(|bank| signals.seen_ready(0, bank)), [0, 0]);
+        assert!(signals.is_ready(1, 1, 3) && !signals.is_ready(1, 1, 5));
     }
 }

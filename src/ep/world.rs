@@ -10,10 +10,11 @@ use std::time::Duration;
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
+use super::bell::Bell;
 use super::config::MAX_RANKS;
 use super::meeting::{Board, Posted, values};
 pub(crate) use super::page::Doing;
-use super::page::{Bell, Hook, OnFailure, Page};
+use super::page::{Hook, OnFailure, Page};
 #[cfg(target_os = "linux")]
 use super::processes::{Processes, Rendezvous};
 use super::symmetric::{Symmetric, Words};

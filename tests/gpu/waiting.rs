@@ -128,8 +128,8 @@ fn abort() -> Outcome {
     Ok(())
 }
 
-/// Streams share the hardware's queues: work of one stream may wait behind work of another that itself waits for a kernel. How many streams there may be
-/// before that happens follows from `CUDA_DEVICE_MAX_CONNECTIONS`. Ranks of a process that share a device meet this limit: for the record.
+/// Streams share the hardware's queues: when each is taken by a stream with work behind a kernel that waits, other work waits too. The registry counts on
+/// there being as many queues as it says.
 fn queues() -> Outcome {
     let (device, stream) = gpu()?;
     warm(&device, &stream)?;
@@ -155,35 +155,26 @@ fn queues() -> Outcome {
         Ok(took > bound / 2)
     };
     let make = |num: usize| (0..num).map(|_| Stream::new(&device)).collect::<Result<Vec<_>>>();
-    let connections = std::env::var("CUDA_DEVICE_MAX_CONNECTIONS").unwrap_or_else(|_| "unset".into());
+    let queues = Limits::of(&device).queues as usize;
     for with_kernel in [true, false] {
         let mut first = None;
-        for num in (1..=40).take_while(|_| first.is_none()).collect::<Vec<_>>() {
+        for num in 1..=queues + 2 {
             let (waiting, free) = (make(num)?, Stream::new(&device)?);
             if first.is_none() && is_held_up(&waiting, &free, with_kernel)? {
                 first = Some(num);
             }
         }
-        let behind = if with_kernel { "with a kernel behind" } else { "alone" };
-        report(format!("connections {connections}: streams that wait {behind} before another is held up: {first:?} (none of 40 if not)"));
+        report(format!("{queues} queues; another stream is held up by {first:?} streams that wait, work behind them: {with_kernel}"));
+        ensure(first.is_none_or(|num| num >= queues), format!("{first:?} streams hold up another one, there are {queues} queues"))?;
     }
-    // Two streams alone, with others made between them, that live or are gone.
-    for keep in [true, false] {
-        let mut held_up = Vec::new();
-        for gap in 0..34 {
-            let first = make(1)?;
-            let between = make(gap)?;
-            let between = keep.then_some(between);
-            let second = Stream::new(&device)?;
-            if is_held_up(&first, &second, true)? {
-                held_up.push(gap);
-            }
-            drop(between);
-        }
-        let what = if keep { "that live" } else { "that are gone" };
-        report(format!(
-            "connections {connections}: a second stream, made after so many others {what}, is held up by the first: {held_up:?}"
-        ));
+    // Which queue a stream gets does not depend on how many others were made before.
+    for gap in 0..2 * queues {
+        let first = make(1)?;
+        let between = make(gap)?;
+        let between = gap.is_multiple_of(2).then_some(between);
+        let second = Stream::new(&device)?;
+        ensure(queues == 1 || !is_held_up(&first, &second, true)?, format!("one stream holds up another one, made after {gap} others"))?;
+        drop(between);
     }
     Ok(())
 }

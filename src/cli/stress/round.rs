@@ -3,7 +3,7 @@
 
 use std::time::Duration;
 
-use moe_kernels::ep::{Config, ExpertParallel, World};
+use moe_kernels::ep::{Config, ExpertParallel, Tuning, World};
 use moe_kernels::gpu::{Graph, Stream};
 use moe_kernels::measure::delay::{self, delay};
 use moe_kernels::ops::combine::{self, ExpertRows};
@@ -17,6 +17,7 @@ use moe_kernels::{Backend, DType, Result};
 use super::Tally;
 use crate::bench::ep::case::Case;
 use crate::bench::ep::memory::Memory;
+use crate::bench::ep::options::SUMS;
 use crate::bench::ep::rank::write_expert_rows;
 use crate::output::Progress;
 
@@ -122,7 +123,7 @@ impl<'a> Walk<'a> {
         let memory = |bytes: usize| Memory::new(&backend, bytes);
         let (x, out) = (memory(t * c.hidden * c.dtype.size())?, memory(t * c.hidden * c.combine_dtype.size())?);
         let (topk_idx, topk_weights, scales, count) = (memory(4 * t * c.k)?, memory(4 * t * c.k)?, memory(t * c.scale_bytes)?, memory(4)?);
-        let ep = ExpertParallel::new(world, config.clone())?;
+        let ep = ExpertParallel::with_tuning(world, config.clone(), Tuning { sums: SUMS, ..Tuning::default() })?;
         let routing = Routing::new(&ep)?;
         world.barrier()?;
         let tensors = Tensors { most: t, x, topk_idx, topk_weights, scales, count };

@@ -153,13 +153,15 @@ impl End {
     /// What kernels have reported since the last look.
     pub fn check(&self, member: &Member, bound: Duration) -> Result<()> {
         let Some(pinned) = &self.record else { return Ok(()) };
-        // A kernel fills the record and then stores the status, to the system.
+        // sync record: acquire, pairs with the release of the kernel, which fills the record and then stores the status
         if pinned.word(0).load(Ordering::Acquire) == 0 {
             return Ok(());
         }
+        // Taken before the rest is read: a status that comes meanwhile stays for the next look.
+        let status = pinned.word(0).swap(0, Ordering::Acquire);
         let mut found = HostRecord::zeroed();
         bytemuck::bytes_of_mut(&mut found).copy_from_slice(&pinned.bytes()[..size_of::<HostRecord>()]);
-        pinned.word(0).store(0, Ordering::Relaxed);
+        found.status = status;
         match found.error(&Reader { rank: member.rank(), world: member.size(), bound }) {
             None => Ok(()),
             Some(Error::Timeout { failure, bound }) => Err(member.timed_out(failure, bound)),
@@ -187,6 +189,12 @@ impl End {
             Some(first) => Err(Error::Poisoned { first: member.fail(first) }),
             None => member.check_alive(),
         }
+    }
+
+    /// Fills everything before the signal words with 0xFF, and waits.
+    pub fn poison(&self) -> Result<()> {
+        let signals = self.ctx().layout.regions.signals;
+        self.memories[self.rank].fill(signals, 0xFF)
     }
 
     /// Address of byte `at` of this rank's symmetric memory.

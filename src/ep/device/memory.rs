@@ -5,6 +5,7 @@
 use std::mem::size_of;
 
 use super::layout::{BankHead, LINE_BYTES, Place, RoutingHead, Signals, State};
+use crate::ep::signal::{Machine, Rules};
 use crate::ep::{Config, IdSpace, Layout, Mode, Plan, Regions};
 use crate::error::{Error, Result};
 use crate::id::Rank;
@@ -130,7 +131,7 @@ impl DeviceLayout {
         let signals = Signals::new(p.world, p.num_count_words);
         let banks_end = p.regions.bank_bytes * c.in_flight; // checked by the plan
         let mut at = Cursor(banks_end.next_multiple_of(LINE_BYTES));
-        let staging = at.take(&[c.in_flight + 1, p.world, staged_rows], message_bytes)?;
+        let staging = at.take(&[Machine::staging_copies(c.in_flight), p.world, staged_rows], message_bytes)?;
         let signals_at = at.take(&[1], signals.num_bytes)?;
         let regions = Regions { staging, signals: signals_at, total_bytes: at.0, ..p.regions };
         let (private, routing) = (Private::new(c, p)?, RoutingLayout::new(c, p)?);

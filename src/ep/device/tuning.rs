@@ -12,6 +12,8 @@ pub struct Tuning {
     pub dispatch: PhaseTuning,
     /// Of combine.
     pub combine: PhaseTuning,
+    /// What combines may be asked for.
+    pub sums: Sums,
     /// With programmatic launch and rows `ByToken`: what is launched programmatically behind a dispatch may start while the dispatch still waits for the rows of
     /// peers. A promise of the caller for ranks that share a GPU: that is a combine of rows in place and as they are, or leaves room for the kernels of
     /// the other ranks. Otherwise they stop each other until a wait comes to its bound. A rank alone on its GPU does it always.
@@ -28,6 +30,36 @@ pub struct PhaseTuning {
     pub geometry: Option<(u32, u32)>,
     /// Most multiprocessors that the phase occupies.
     pub sms: Option<u32>,
+}
+
+/// Forms of combine that an object has: kernels are compiled and loaded for these alone. A call that asks for another is refused.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize)]
+pub struct Sums {
+    /// Without `add_to`.
+    pub plain: bool,
+    /// With `add_to` in the type of the result.
+    pub add_to: bool,
+    /// With `add_to` in f32.
+    pub add_to_f32: bool,
+    /// With `fold_weights`: also without folding any back.
+    pub unfolded: bool,
+}
+
+impl Default for Sums {
+    /// All.
+    fn default() -> Self {
+        Sums { plain: true, add_to: true, add_to_f32: true, unfolded: true }
+    }
+}
+
+impl Sums {
+    /// Of an object that only dispatches.
+    pub const NONE: Sums = Sums { plain: false, add_to: false, add_to_f32: false, unfolded: false };
+
+    /// Whether there are any.
+    pub(crate) fn are_any(&self) -> bool {
+        self.plain || self.add_to || self.add_to_f32
+    }
 }
 
 /// Parts of the work, for measurements.

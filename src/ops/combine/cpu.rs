@@ -1,17 +1,19 @@
 //! Combine on CPU ranks, by pull. Numbers in parentheses are steps of `ep/PROTOCOL.md`.
 
 use std::cell::RefCell;
+use std::convert::Infallible;
 
 use super::check::Checked;
 use super::reduce::{Finish, Form, Term, sum_f32, sum_row, to_wire};
 use super::{Output, Sent};
 use crate::cpu::copy::{Store, finish};
-use crate::ep::object::Shared;
-use crate::ep::signal::{Machine, Memory};
+use crate::ep::object::{Lease, Shared};
+use crate::ep::signal::{Label, Machine};
+use crate::ep::steps::{COMBINE_RECEIVE, COMBINE_SEND, Step, Walker, walk};
 use crate::ep::wait::Poll;
 use crate::ep::world::Doing;
-use crate::ep::{ExpertParallel, MAX_K, Reduce, Wire};
-use crate::error::Result;
+use crate::ep::{MAX_K, Reduce, Wire};
+use crate::error::{Error, Result};
 use crate::ops::dispatch::{Arrival, NONE, Routing, Rows};
 use crate::tensor::{DType, TensorViewMut};
 
@@ -60,29 +62,60 @@ thread_local! {
     static SUM: RefCell<Vec<f32>> = const { RefCell::new(Vec::new()) };
 }
 
-/// Puts this rank's rows into wire form and says that they may be read (steps 8 and 9).
-pub(super) fn send(ep: &mut ExpertParallel, routing: &Routing, arrival: Arrival, checked: &Checked<&[u8]>) -> Sent {
+/// The sending half.
+pub(super) fn send(routing: &Routing, arrival: Arrival, checked: &Checked<&[u8]>) -> Sent {
     let lease = arrival.lease;
-    let shared = lease.shared.clone();
-    let bank = shared.bank_offset(lease.bank);
-    let counts = lease.counts();
-    ep.combine_epoch += 1;
-    let work = Work { shared: &shared, routing, bank, y: checked.y };
-    match path(&shared) {
-        Path::Rows if checked.y.is_none() => {}
-        Path::Rows | Path::Converted => work.convert_rows(counts.num_rows()),
-        Path::Partial | Path::PartialConverted => work.sum_rows(*counts.arrival_start.last().expect("world + 1 entries") as usize),
+    let mut sending = Sending { lease: &lease, routing, checked };
+    let Ok(()) = walk(&COMBINE_SEND, &mut sending);
+    Sent { lease, filled_by: arrival.filled_by }
+}
+
+/// One rank in the sending half of a combine.
+struct Sending<'a> {
+    lease: &'a Lease,
+    routing: &'a Routing,
+    checked: &'a Checked<&'a [u8]>,
+}
+
+impl Walker for Sending<'_> {
+    type Memory = Machine;
+    type Error = Infallible;
+
+    fn take(&mut self, step: Step) -> Result<(), Infallible> {
+        match step {
+            Step::WireForm => self.to_wire_form(),
+            Step::Post(Label::Ready) => self.post_ready(),
+            other => debug_assert!(false, "{other:?} is no step of this half"),
+        }
+        Ok(())
     }
-    if let Some(weights) = &checked.row_weights {
-        work.store_weights(weights, counts.num_rows());
+}
+
+impl Sending<'_> {
+    /// Puts this rank's rows into the form in which peers read them (8).
+    fn to_wire_form(&self) {
+        let Lease { shared, bank, .. } = self.lease;
+        let counts = self.lease.counts();
+        let work = Work { shared, routing: self.routing, bank: shared.bank_offset(*bank), y: self.checked.y };
+        match path(shared) {
+            Path::Rows if self.checked.y.is_none() => {}
+            Path::Rows | Path::Converted => work.convert_rows(counts.num_rows()),
+            Path::Partial | Path::PartialConverted => work.sum_rows(*counts.arrival_start.last().expect("world + 1 entries") as usize),
+        }
+        if let Some(weights) = &self.checked.row_weights {
+            work.store_weights(weights, counts.num_rows());
+        }
     }
-    // sync ready: release, pairs with the acquire in `receive` of every source
-    Machine::release();
-    for peer in shared.peers() {
-        shared.ranks[peer].signals.post_ready(shared.me(), ep.combine_epoch);
-        shared.member.doorbell(peer).ring();
+
+    /// Says that they may be read (9).
+    fn post_ready(&self) {
+        let Lease { shared, bank, epoch, .. } = self.lease;
+        // sync ready: the release before this pairs with the acquire after `poll_ready` of every source
+        for peer in shared.peers() {
+            shared.ranks[peer].signals.post_ready(shared.me(), *bank, *epoch);
+            shared.member.doorbell(peer).ring();
+        }
     }
-    Sent { lease, filled_by: arrival.filled_by, epoch: ep.combine_epoch }
 }
 
 struct Work<'a> {
@@ -182,23 +215,53 @@ impl Work<'_> {
     }
 }
 
-/// Waits for the rows of this rank's tokens and sums them (step 10).
-pub(super) fn receive(routing: &Routing, sent: Sent, mut output: Output<'_>) -> Result<()> {
-    let shared = sent.lease.shared.clone();
-    let plan = &shared.plan;
-    let signals = &shared.mine().signals;
-    let has_rows = |peer: &usize| routing.arrivals(plan, shared.me(), *peer) > 0;
-    let poll = || {
-        let missing = shared.peers().filter(has_rows).find(|&peer| signals.seen_ready(peer) < sent.epoch);
-        missing.map_or(Poll::Ready, |peer| Poll::Missing { peer, seen: signals.seen_ready(peer) })
-    };
-    shared.member.wait(Doing { op: "combine", phase: "ready", epoch: sent.epoch }, shared.timeout, poll)?;
-    // sync ready: acquire, pairs with the release in `send` of every rank
-    Machine::acquire();
+/// The receiving half. The bank is given back when it ends.
+pub(super) fn receive(routing: &Routing, sent: Sent, output: Output<'_>) -> Result<()> {
+    walk(&COMBINE_RECEIVE, &mut Receiving { lease: &sent.lease, routing, output })
+}
 
-    let bank = shared.bank_offset(sent.lease.bank);
+/// One rank in the receiving half of a combine.
+struct Receiving<'a> {
+    lease: &'a Lease,
+    routing: &'a Routing,
+    output: Output<'a>,
+}
+
+impl Walker for Receiving<'_> {
+    type Memory = Machine;
+    type Error = Error;
+
+    fn take(&mut self, step: Step) -> Result<()> {
+        match step {
+            Step::Poll(Label::Ready) => self.poll_ready()?,
+            Step::Pull => pull(self.lease, self.routing, &mut self.output)?,
+            other => debug_assert!(false, "{other:?} is no step of this half"),
+        }
+        Ok(())
+    }
+}
+
+impl Receiving<'_> {
+    /// Waits for the rows of this rank's tokens (10).
+    fn poll_ready(&self) -> Result<()> {
+        let Lease { shared, bank, epoch, .. } = self.lease;
+        let signals = &shared.mine().signals;
+        let has_rows = |peer: &usize| self.routing.arrivals(&shared.plan, shared.me(), *peer) > 0;
+        // sync ready: the acquire after this pairs with the release before `post_ready` of every rank
+        let poll = || {
+            let missing = shared.peers().filter(has_rows).find(|&peer| !signals.is_ready(peer, *bank, *epoch));
+            missing.map_or(Poll::Ready, |peer| Poll::Missing { peer, seen: signals.seen_ready(peer, *bank) })
+        };
+        shared.member.wait(Doing { op: "combine", phase: "ready", epoch: *epoch }, shared.timeout, poll)
+    }
+}
+
+/// Reads the rows of this rank's tokens and sums them (10).
+fn pull(lease: &Lease, routing: &Routing, output: &mut Output<'_>) -> Result<()> {
+    let shared = &lease.shared;
+    let bank = shared.bank_offset(lease.bank);
     if let Some(weights) = &mut output.topk_weights {
-        fold(&shared, routing, bank, weights)?;
+        fold(shared, routing, bank, weights)?;
     }
     let c = &shared.config;
     let num_tokens = routing.num_tokens;
@@ -210,11 +273,11 @@ pub(super) fn receive(routing: &Routing, sent: Sent, mut output: Output<'_>) -> 
         Some(a) => Some((a.dtype(), a.strides()[0] * a.dtype().size(), a.host("combine", "add_to")?)),
     };
     let store = Store::for_bytes(num_tokens * row_bytes);
-    let (_, _, form) = wire_rows(&shared);
+    let (_, _, form) = wire_rows(shared);
     let out = output.out.host_mut("combine", "out")?;
     let sum_token = |t: usize, out: &mut [u8]| {
         let mut terms = [Term { row: &[], weight: None }; MAX_K];
-        let num = terms_of(&shared, routing, bank, t, &mut terms);
+        let num = terms_of(shared, routing, bank, t, &mut terms);
         let add_to = add_to.map(|(d, stride, bytes)| (d, &bytes[t * stride..][..c.hidden * d.size()]));
         sum_row(form, &terms[..num], &Finish { add_to, level: shared.level(), store }, dtype, out);
     };

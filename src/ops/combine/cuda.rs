@@ -26,13 +26,14 @@ pub(super) fn combine(
         shared.check_alive()?;
         let (input, output) = (check::input(&ctx.cuda, ep, routing, &arrival, input)?, check::output(&ctx.cuda, ep, routing, &output)?);
         let bank = arrival.lease.bank as u32;
-        Ok((send_call(routing, bank, &input)?, receive_call(routing, bank, &output)?))
+        let receive = receive_call(routing, bank, &output)?;
+        gpu::check(&ctx, &receive)?;
+        Ok((send_call(routing, bank, &input)?, receive))
     };
     let (send, receive) = match calls() {
         Ok(calls) => calls,
         Err(error) => return Err(Rejected { error, returned: Some(arrival) }),
     };
-    ep.combine_epoch += 1;
     Ok(ep.queued("combine", gpu::combine(&ctx, &send, &receive))?)
 }
 
@@ -42,15 +43,15 @@ pub(super) fn send(ep: &mut ExpertParallel, routing: &Routing, arrival: Arrival,
     let ctx = end.ctx();
     let call = shared.check_alive().and_then(|()| {
         let checked = check::input(&ctx.cuda, ep, routing, &arrival, input)?;
+        gpu::check_send(&ctx)?;
         send_call(routing, arrival.lease.bank as u32, &checked)
     });
     let call = match call {
         Ok(call) => call,
         Err(error) => return Err(Rejected { error, returned: Some(arrival) }),
     };
-    ep.combine_epoch += 1;
     ep.queued("combine", gpu::combine_send(&ctx, &call))?;
-    Ok(Sent { lease: arrival.lease, filled_by: arrival.filled_by, epoch: ep.combine_epoch })
+    Ok(Sent { lease: arrival.lease, filled_by: arrival.filled_by })
 }
 
 pub(super) fn receive(ep: &mut ExpertParallel, routing: &Routing, sent: Sent, output: Output<'_>) -> Result<(), Rejected<Sent>> {
@@ -60,7 +61,8 @@ pub(super) fn receive(ep: &mut ExpertParallel, routing: &Routing, sent: Sent, ou
     let call = shared.check_alive().and_then(|()| {
         check::sent(ep, routing, &sent)?;
         let checked = check::output(&ctx.cuda, ep, routing, &output)?;
-        receive_call(routing, sent.lease.bank as u32, &checked)
+        let call = receive_call(routing, sent.lease.bank as u32, &checked)?;
+        gpu::check(&ctx, &call).map(|()| call)
     });
     let call = match call {
         Ok(call) => call,

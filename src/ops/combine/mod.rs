@@ -50,7 +50,6 @@ pub struct Output<'a> {
 pub struct Sent {
     lease: Lease,
     filled_by: u64,
-    epoch: u64,
 }
 
 /// Every kernel with every set of constants that is meant to be shipped.
@@ -82,7 +81,7 @@ impl ExpertParallel {
         let shared = self.shared.clone();
         let checked = shared.check_alive().and_then(|()| check::input(shared.member.cpu(), self, routing, &arrival, input));
         match checked {
-            Ok(checked) => Ok(cpu::send(self, routing, arrival, &checked)),
+            Ok(checked) => Ok(cpu::send(routing, arrival, &checked)),
             Err(error) => Err(Rejected { error, returned: Some(arrival) }),
         }
     }

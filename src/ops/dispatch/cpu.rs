@@ -8,8 +8,9 @@ use super::routing::{NONE, Routing};
 use super::{Arrival, Sent, receive};
 use crate::cpu::copy::{Store, copy, finish};
 use crate::cpu::quantize::quantize_row;
-use crate::ep::object::Shared;
-use crate::ep::signal::{CountWord, Kind, Machine, Memory};
+use crate::ep::object::{Lease, Shared};
+use crate::ep::signal::{CountWord, Kind, Label, Machine, Rules};
+use crate::ep::steps::{DISPATCH_SEND, Step, Walker, walk};
 use crate::ep::wait::Poll;
 use crate::ep::world::Doing;
 use crate::ep::{ExpertParallel, IdSpace, Layout, MAX_RANKS};
@@ -32,39 +33,92 @@ pub(super) fn dispatch_send(ep: &mut ExpertParallel, routing: &mut Routing, chec
         DType::I64 => routing.route(&shared.plan, num_tokens, |t, r| read_i64(checked.topk_idx.row(t), r), weight),
         _ => routing.route(&shared.plan, num_tokens, |t, r| i64::from(read_i32(checked.topk_idx.row(t), r)), weight),
     }
-    ep.epoch += 1;
-    let call = Call { shared: &shared, bank: lease.bank, epoch: ep.epoch, kind: Kind::Dispatch };
-    stage(&call, routing, &checked.payload);
-    routing.words(&shared.plan, call.epoch, call.bank, call.kind, oversize, &mut ep.words);
-    let width = shared.plan.num_count_words;
-    let counts = &mut routing.counts;
-    exchange_counts(&call, &ep.words, oversize, |peer, i, count| counts[peer * width + i] = count as u32)?;
-    routing.place(&shared.plan)?;
-    routing.filled_by = call.epoch;
-    send_rows(&call, routing, &checked.payload);
-    Ok(Sent { epoch: call.epoch, filled_by: call.epoch, kind: call.kind, lease })
+    send(ep, lease, Kind::Dispatch, Kept::New(routing), &checked.payload, oversize)
 }
 
 pub(super) fn replay_send(ep: &mut ExpertParallel, routing: &Routing, payload: &CheckedPayload<&[u8]>) -> Result<Sent> {
-    let shared = ep.shared.clone();
-    let lease = shared.take_bank("replay", ep.epoch + 1)?;
-    ep.epoch += 1;
-    let call = Call { shared: &shared, bank: lease.bank, epoch: ep.epoch, kind: Kind::Replay };
-    stage(&call, routing, payload);
-    routing.words(&shared.plan, call.epoch, call.bank, call.kind, None, &mut ep.words);
-    let width = shared.plan.num_count_words;
-    let mut other = None;
-    exchange_counts(&call, &ep.words, None, |peer, i, count| {
-        let want = routing.counts[peer * width + i];
-        if count != u64::from(want) {
-            other = other.or(Some((peer, count, want)));
+    let lease = ep.shared.take_bank("replay", ep.epoch + 1)?;
+    send(ep, lease, Kind::Replay, Kept::Replayed { routing, other: None }, payload, None)
+}
+
+/// Takes the steps of the sending half. From here on the epoch counts, whatever comes of it.
+fn send(
+    ep: &mut ExpertParallel,
+    lease: Lease,
+    kind: Kind,
+    kept: Kept<'_>,
+    payload: &CheckedPayload<&[u8]>,
+    oversize: Option<usize>,
+) -> Result<Sent> {
+    let shared = lease.shared.clone();
+    ep.epoch = lease.epoch;
+    let call = Call { shared: &shared, bank: lease.bank, epoch: lease.epoch, kind };
+    kept.routing().words(&shared.plan, call.epoch, call.bank, kind, oversize, &mut ep.words);
+    let mut sending =
+        Sending { call, kept, payload, words: &ep.words, oversize, first_words: [CountWord::unpack(0); MAX_RANKS], excess: [0; MAX_RANKS] };
+    walk(&DISPATCH_SEND, &mut sending)?;
+    Ok(Sent { filled_by: sending.kept.routing().filled_by, kind, lease })
+}
+
+/// The routing of a call.
+enum Kept<'a> {
+    /// Made by it.
+    New(&'a mut Routing),
+    /// Used again; `other` is the first peer whose count is not the routing's, with its count and the one expected.
+    Replayed { routing: &'a Routing, other: Option<(usize, u64, u32)> },
+}
+
+impl Kept<'_> {
+    fn routing(&self) -> &Routing {
+        match self {
+            Kept::New(routing) => routing,
+            Kept::Replayed { routing, .. } => routing,
         }
-    })?;
-    if let Some((peer, count, want)) = other {
-        return Err(another_routing(shared.me(), peer, count, want));
     }
-    send_rows(&call, routing, payload);
-    Ok(Sent { epoch: call.epoch, filled_by: routing.filled_by, kind: call.kind, lease })
+
+    /// Takes count `at` of the count matrix, which is one of `peer`'s.
+    fn take_count(&mut self, at: usize, peer: usize, count: u64) {
+        match self {
+            Kept::New(routing) => routing.counts[at] = count as u32,
+            Kept::Replayed { routing, other } => {
+                let want = routing.counts[at];
+                if count != u64::from(want) {
+                    *other = other.or(Some((peer, count, want)));
+                }
+            }
+        }
+    }
+}
+
+/// One rank in the sending half of a call.
+struct Sending<'a> {
+    call: Call<'a>,
+    kept: Kept<'a>,
+    payload: &'a CheckedPayload<&'a [u8]>,
+    words: &'a [CountWord],
+    oversize: Option<usize>,
+    /// Of every rank.
+    first_words: [CountWord; MAX_RANKS],
+    /// The tokens of those that have too many.
+    excess: [u64; MAX_RANKS],
+}
+
+impl Walker for Sending<'_> {
+    type Memory = Machine;
+    type Error = Error;
+
+    fn take(&mut self, step: Step) -> Result<()> {
+        match step {
+            Step::Stage => stage(&self.call, self.kept.routing(), self.payload),
+            Step::Post(Label::Counts) => self.post_counts(),
+            Step::Poll(Label::Counts) => self.read_counts()?,
+            Step::Decide => self.decide()?,
+            Step::WriteRows => write_rows(&self.call, self.kept.routing(), self.payload),
+            Step::Post(Label::Done) => self.post_done(),
+            other => debug_assert!(false, "{other:?} is no step of this half"),
+        }
+        Ok(())
+    }
 }
 
 fn another_routing(me: usize, peer: usize, count: u64, want: u32) -> Error {
@@ -75,18 +129,15 @@ fn another_routing(me: usize, peer: usize, count: u64, want: u32) -> Error {
 }
 
 pub(super) fn dispatch_receive(routing: &mut Routing, sent: Sent) -> Result<Arrival> {
-    receive::wait_for_rows(routing, &sent)?;
     // Taken out for the time of the call, so that the rest of the routing can be read beside it; an empty value allocates nothing.
     let mut received = std::mem::take(&mut routing.received);
-    let arrival = receive::arrange(routing, &mut received, true, sent);
+    let arrival = receive::receive(routing, &mut received, true, sent);
     routing.received = received;
-    Ok(arrival)
+    arrival
 }
 
 pub(super) fn replay_receive(routing: &Routing, sent: Sent) -> Result<Arrival> {
-    receive::wait_for_rows(routing, &sent)?;
-    let mut none = Default::default();
-    Ok(receive::arrange(routing, &mut none, false, sent))
+    receive::receive(routing, &mut Default::default(), false, sent)
 }
 
 /// One call of one rank.
@@ -116,52 +167,83 @@ fn read_i64(row: &[u8], i: usize) -> i64 {
     i64::from(read_i32(row, 2 * i) as u32) | i64::from(read_i32(row, 2 * i + 1)) << 32
 }
 
-/// Publishes this rank's count words, which are its credit, and reads everybody's (steps 2 and 3).
-fn exchange_counts(call: &Call<'_>, words: &[CountWord], oversize: Option<usize>, mut take: impl FnMut(usize, usize, u64)) -> Result<()> {
-    let Call { shared, epoch, .. } = *call;
-    let (me, world) = (shared.me(), shared.plan.world);
-    // sync counts: release, pairs with the acquire below on every peer
-    Machine::release();
-    for peer in shared.peers() {
-        shared.ranks[peer].signals.post_counts(me, words);
-        shared.member.doorbell(peer).ring();
-    }
-    let signals = &shared.mine().signals;
-    let mut num_read = [0usize; MAX_RANKS];
-    let mut first_words = [CountWord::unpack(0); MAX_RANKS];
-    let mut excess = [0u64; MAX_RANKS];
-    shared.member.wait(call.doing("counts"), shared.timeout, || {
-        let mut missing = Poll::Ready;
+impl Sending<'_> {
+    /// Publishes this rank's count words, which are its credit (2).
+    fn post_counts(&self) {
+        let shared = self.call.shared;
+        // sync counts: the release before this pairs with the acquire after `read_counts` on every peer
         for peer in shared.peers() {
-            if num_read[peer] == words.len() {
-                continue;
-            }
-            num_read[peer] = signals.poll_counts(peer, epoch, num_read[peer], |i, word| {
-                if i == 0 {
-                    first_words[peer] = word;
-                }
-                if word.invalid {
-                    excess[peer] |= word.count.checked_shl(20 * i as u32).unwrap_or(0);
-                }
-                take(peer, i, word.count);
-            });
-            if num_read[peer] < words.len() {
-                missing = Poll::Missing { peer, seen: signals.seen_counts(peer, epoch) };
-            }
+            shared.ranks[peer].signals.post_counts(shared.me(), self.words);
+            shared.member.doorbell(peer).ring();
         }
-        missing
-    })?;
-    Machine::acquire();
-    let first_words = &first_words[..world];
-    same_call(first_words)?;
-    if let Some(n) = oversize {
-        // The words of a small world cannot carry every bit; this rank knows its own number.
-        excess[me] = n as u64;
     }
-    let over = first_words.iter().enumerate().filter(|(_, w)| w.invalid);
-    let capacity = shared.config.max_tokens as u64;
-    let demands: Vec<_> = over.map(|(r, _)| Demand { rank: Rank(r as u32), limit: Limit::Tokens, demand: excess[r], capacity }).collect();
-    if demands.is_empty() { Ok(()) } else { Err(Error::Capacity { op: name(call.kind as u64), demands }) }
+
+    /// Waits for everybody's count words (3).
+    fn read_counts(&mut self) -> Result<()> {
+        let Self { call, kept, words, first_words, excess, .. } = self;
+        let Call { shared, epoch, .. } = *call;
+        let signals = &shared.mine().signals;
+        let mut num_read = [0usize; MAX_RANKS];
+        shared.member.wait(call.doing("counts"), shared.timeout, || {
+            let mut missing = Poll::Ready;
+            for peer in shared.peers() {
+                if num_read[peer] == words.len() {
+                    continue;
+                }
+                num_read[peer] = signals.poll_counts(peer, epoch, num_read[peer], |i, word| {
+                    if i == 0 {
+                        first_words[peer] = word;
+                    }
+                    if word.invalid {
+                        excess[peer] |= word.count.checked_shl(20 * i as u32).unwrap_or(0);
+                    }
+                    kept.take_count(peer * words.len() + i, peer, word.count);
+                });
+                if num_read[peer] < words.len() {
+                    missing = Poll::Missing { peer, seen: signals.seen_counts(peer, epoch) };
+                }
+            }
+            missing
+        })
+    }
+
+    /// Whether the call goes on, from what all ranks know (3).
+    fn decide(&mut self) -> Result<()> {
+        let Call { shared, epoch, kind, .. } = self.call;
+        let me = shared.me();
+        let first_words = &self.first_words[..shared.plan.world];
+        same_call(first_words)?;
+        if let Some(n) = self.oversize {
+            // The words of a small world cannot carry every bit; this rank knows its own number.
+            self.excess[me] = n as u64;
+        }
+        let over = first_words.iter().enumerate().filter(|(_, w)| w.invalid);
+        let capacity = shared.config.max_tokens as u64;
+        let demand = |(r, _)| Demand { rank: Rank(r as u32), limit: Limit::Tokens, demand: self.excess[r], capacity };
+        let demands: Vec<_> = over.map(demand).collect();
+        if !demands.is_empty() {
+            return Err(Error::Capacity { op: name(kind as u64), demands });
+        }
+        match &mut self.kept {
+            Kept::New(routing) => {
+                routing.place(&shared.plan)?;
+                routing.filled_by = epoch;
+                Ok(())
+            }
+            Kept::Replayed { other: None, .. } => Ok(()),
+            Kept::Replayed { other: Some((peer, count, want)), .. } => Err(another_routing(me, *peer, *count, *want)),
+        }
+    }
+
+    /// Says that this rank's rows are complete (5).
+    fn post_done(&self) {
+        let Call { shared, epoch, .. } = self.call;
+        // sync done: the release before this pairs with the acquire after `receive::poll_done` on every peer
+        for peer in shared.peers() {
+            shared.ranks[peer].signals.post_done(shared.me(), epoch);
+            shared.member.doorbell(peer).ring();
+        }
+    }
 }
 
 /// All ranks must make the same call into the same bank.
@@ -245,7 +327,7 @@ fn stage(call: &Call<'_>, routing: &Routing, payload: &CheckedPayload<&[u8]>) {
 /// Where message `arrival` of `sender` is in every rank's memory.
 pub(super) fn message_offset(shared: &Shared, epoch: u64, sender: usize, arrival: usize) -> usize {
     let plan = &shared.plan;
-    let copy = epoch as usize % (shared.config.in_flight + 1);
+    let copy = Machine::staging_copy(epoch, shared.config.in_flight);
     let index = (copy * plan.world + sender) * plan.staged_rows + arrival;
     plan.regions.staging + index * plan.message_bytes
 }
@@ -286,9 +368,9 @@ pub(super) fn local_id(shared: &Shared, expert: i32) -> i32 {
     shared.plan.placement.local_of(Expert(expert as u32)).map_or(-1, |l| l as i32)
 }
 
-/// Writes every row that did not travel with the counts to its final place, and says so (steps 4 and 5).
-fn send_rows(call: &Call<'_>, routing: &Routing, payload: &CheckedPayload<&[u8]>) {
-    let Call { shared, bank, epoch, .. } = *call;
+/// Writes every row that did not travel with the counts to its final place (4).
+fn write_rows(call: &Call<'_>, routing: &Routing, payload: &CheckedPayload<&[u8]>) {
+    let Call { shared, bank, .. } = *call;
     let plan = &shared.plan;
     let me = shared.me();
     let num_rows: usize = (0..plan.world).map(|r| routing.arrivals(plan, me, r) as usize).sum();
@@ -300,12 +382,6 @@ fn send_rows(call: &Call<'_>, routing: &Routing, payload: &CheckedPayload<&[u8]>
         }
         finish(store);
     });
-    // sync done: release, pairs with the acquire in receive::wait_for_rows
-    Machine::release();
-    for peer in shared.peers() {
-        shared.ranks[peer].signals.post_done(me, epoch);
-        shared.member.doorbell(peer).ring();
-    }
 }
 
 fn send_token(shared: &Shared, routing: &Routing, payload: &CheckedPayload<&[u8]>, bank: usize, t: usize, store: Store) {

@@ -39,7 +39,7 @@ pub(super) fn dispatch_send(ep: &mut ExpertParallel, routing: &mut Routing, inpu
     let ctx = end.ctx();
     let (lease, call) = begin(ep, &ctx, routing, input)?;
     ep.queued("dispatch", gpu::dispatch_send(&ctx, &call))?;
-    Ok(Sent { epoch: ep.epoch, filled_by: routing.filled_by, kind: Kind::Dispatch, lease })
+    Ok(Sent { filled_by: routing.filled_by, kind: Kind::Dispatch, lease })
 }
 
 pub(super) fn dispatch_receive(
@@ -93,7 +93,7 @@ pub(super) fn replay_send(ep: &mut ExpertParallel, routing: &Routing, payload: &
     let ctx = end.ctx();
     let (lease, call) = begin_replay(ep, &ctx, routing, payload)?;
     ep.queued("replay", gpu::replay_send(&ctx, &call))?;
-    Ok(Sent { epoch: ep.epoch, filled_by: routing.filled_by, kind: Kind::Replay, lease })
+    Ok(Sent { filled_by: routing.filled_by, kind: Kind::Replay, lease })
 }
 
 pub(super) fn replay_receive(ep: &mut ExpertParallel, routing: &Routing, sent: Sent) -> Result<Arrival, Rejected<Sent>> {

@@ -89,6 +89,7 @@ DEVICE void put_packets(char* group, u32 lane, Vec16 v, u64 tag) {
 // Polls until both packets are there; false after a failure.
 DEVICE bool take_packets(const Rank& me, u32 sender, u64 epoch, const char* group, u32 lane, u64 tag, Vec16& v, bool& failed) {
     u64 start = 0;
+    // sync packets: no fence; each word of 64 bits says itself that it is there
     for (u32 polls = 0;; polls++) {
         const Packet a = load_packet(group + 16 * lane), b = load_packet(group + 16 * (WARP + lane));
         v = Vec16{{(u32)a.word[0], (u32)a.word[1], (u32)b.word[0], (u32)b.word[1]}};
@@ -229,6 +230,7 @@ KERNEL_UNROUNDED(THREADS) low_latency(PARAMETERS(LowLatencyParameters) p) {
 #pragma unroll 1
     for (u32 i = talker; i < WORLD * WORLD && !aborted; i += THREADS) {
         const u32 sender = i / WORLD, r = i % WORLD;
+        // sync counts: acquire, as said above
         const u64 word = wait_for<true>(me, OP, PHASE_COUNTS, sender, word_at(me, me.rank, COUNTS, count_index(epoch, sender, r)), epoch, failed);
         const u32 count = (u32)(word >> COUNT_SHIFT & COUNT_MASK);
         problem |= problem_of(me, word);
@@ -264,10 +266,12 @@ KERNEL_UNROUNDED(THREADS) low_latency(PARAMETERS(LowLatencyParameters) p) {
         }
         // sync done: release; every block's rows, then the last block's words
         if (thread == 0) {
+            // sync arrived: release, to the last block, which passes it on
             release_system();
             s.is_last = add_relaxed_device(&me.state->stored, 1) == blocks - 1;
             if (s.is_last) {
                 me.state->stored = 0;
+                // sync arrived: acquire of every block's release; sync done: release to the peers
                 acquire_release_system();
             }
         }

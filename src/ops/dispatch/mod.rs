@@ -77,7 +77,6 @@ pub struct Payload<'a> {
 #[derive(Debug)]
 pub struct Sent {
     lease: Lease,
-    epoch: u64,
     /// Epoch of the dispatch that made the routing.
     filled_by: u64,
     kind: Kind,

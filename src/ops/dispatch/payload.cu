@@ -301,7 +301,7 @@ KERNEL_UNROUNDED(THREADS) payload(PARAMETERS(PayloadParameters) p) {
     // sync done: release; every block's rows, then the last block's words
     block_barrier();
     if (thread == 0) {
-        // To the last block only, which passes it on.
+        // sync arrived: release, to the last block only, which passes it on
         if (RELEASE_DEVICE) {
             release_device();
         } else {
@@ -310,6 +310,7 @@ KERNEL_UNROUNDED(THREADS) payload(PARAMETERS(PayloadParameters) p) {
         is_last = add_relaxed_device(&me.state->arrived, 1) == blocks - 1;
         if (is_last) {
             me.state->arrived = 0;
+            // sync arrived: acquire of every block's release; sync done: release to the peers
             acquire_release_system();
         }
     }

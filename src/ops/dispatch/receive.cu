@@ -18,6 +18,7 @@ KERNEL_UNROUNDED(THREADS) receive(PARAMETERS(ReceiveParameters) p) {
     const u64 epoch = me.state->bank_epoch[me.bank];
     if (epoch == 0 || peer >= WORLD) return; // refused on all ranks
     bool failed = false;
+    // sync done: acquire, pairs with the last block of payload.cu on every peer
     if (p.counts[peer * NUM_WORDS + me.rank] != 0) wait_for<false>(me, OP_DISPATCH, PHASE_ROWS, peer, word_at(me, me.rank, DONE, peer), epoch, failed);
     if (failed) report(me);
 }

@@ -6,36 +6,77 @@ use super::record::{Reader, Writer};
 use super::routing::{NONE, ReceivedRows, Routing};
 use super::{Arrival, Sent};
 use crate::cpu::copy::{Store, copy, finish};
-use crate::ep::object::{Counts, Shared};
-use crate::ep::signal::{Kind, Machine, Memory};
+use crate::ep::object::{Counts, Lease, Shared};
+use crate::ep::signal::{Kind, Label, Machine};
+use crate::ep::steps::{DISPATCH_RECEIVE, Step, Walker, walk};
 use crate::ep::wait::Poll;
 use crate::ep::world::Doing;
 use crate::ep::{IdSpace, Layout};
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::id::Rank;
 
 /// Arrivals of one unit of parallel work (arbitrary, as for sending).
 const PART_ARRIVALS: usize = 32;
 
-/// Waits until every row for this rank is complete in its memory (step 6). Rows that travelled with the counts already are.
-pub(super) fn wait_for_rows(routing: &Routing, sent: &Sent) -> Result<()> {
-    let shared = &sent.lease.shared;
+/// The receiving half of a call. Rows that travelled with the counts are there already.
+pub(super) fn receive(routing: &Routing, received: &mut ReceivedRows, is_new: bool, sent: Sent) -> Result<Arrival> {
+    let mut receiving = Receiving { routing, received, is_new, at: At::Sent(sent) };
+    walk(&DISPATCH_RECEIVE, &mut receiving)?;
+    match receiving.at {
+        At::Arrived(arrival) => Ok(arrival),
+        At::Sent(_) | At::Nowhere => unreachable!("the last step arranges"),
+    }
+}
+
+/// One rank in the receiving half of a call.
+struct Receiving<'a> {
+    routing: &'a Routing,
+    received: &'a mut ReceivedRows,
+    is_new: bool,
+    at: At,
+}
+
+/// How far it has come.
+enum At {
+    Sent(Sent),
+    Nowhere,
+    Arrived(Arrival),
+}
+
+impl Walker for Receiving<'_> {
+    type Memory = Machine;
+    type Error = Error;
+
+    fn take(&mut self, step: Step) -> Result<()> {
+        match (step, std::mem::replace(&mut self.at, At::Nowhere)) {
+            (Step::Poll(Label::Done), At::Sent(sent)) => {
+                poll_done(self.routing, &sent)?;
+                self.at = At::Sent(sent);
+            }
+            (Step::Arrange, At::Sent(sent)) => self.at = At::Arrived(arrange(self.routing, self.received, self.is_new, sent)),
+            (other, _) => debug_assert!(false, "{other:?} is no step of this half"),
+        }
+        Ok(())
+    }
+}
+
+/// Waits until every row for this rank is complete in its memory (6).
+fn poll_done(routing: &Routing, sent: &Sent) -> Result<()> {
+    let Lease { shared, epoch, .. } = &sent.lease;
     let plan = &shared.plan;
     let op = if sent.kind == Kind::Replay { "replay" } else { "dispatch" };
     let signals = &shared.mine().signals;
     let is_sending = |peer: &usize| routing.arrivals(plan, *peer, shared.me()) as usize > plan.staged_rows;
+    // sync done: the acquire after this pairs with the release before `cpu::post_done` of every sender
     let poll = || {
-        let missing = shared.peers().filter(is_sending).find(|&peer| signals.seen_done(peer) < sent.epoch);
+        let missing = shared.peers().filter(is_sending).find(|&peer| !signals.is_done(peer, *epoch));
         missing.map_or(Poll::Ready, |peer| Poll::Missing { peer, seen: signals.seen_done(peer) })
     };
-    shared.member.wait(Doing { op, phase: "rows", epoch: sent.epoch }, shared.timeout, poll)?;
-    // sync done: acquire, pairs with the release in cpu::send_rows of every sender
-    Machine::acquire();
-    Ok(())
+    shared.member.wait(Doing { op, phase: "rows", epoch: *epoch }, shared.timeout, poll)
 }
 
 /// Turns what arrived into an arrival (step 7): all of the bank is this rank's now.
-pub(super) fn arrange(routing: &Routing, received: &mut ReceivedRows, is_new: bool, mut sent: Sent) -> Arrival {
+fn arrange(routing: &Routing, received: &mut ReceivedRows, is_new: bool, mut sent: Sent) -> Arrival {
     let shared = sent.lease.shared.clone();
     let plan = &shared.plan;
     let me = shared.me();
@@ -47,7 +88,7 @@ pub(super) fn arrange(routing: &Routing, received: &mut ReceivedRows, is_new: bo
     }
     counts.arrival_start[plan.world] = start;
     let bank = shared.bank_offset(sent.lease.bank);
-    let work = Work { shared: &shared, routing, bank, epoch: sent.epoch };
+    let work = Work { shared: &shared, routing, bank, epoch: sent.lease.epoch };
     let counts = sent.lease.counts_mut();
     if routing.config.layout == Layout::ByToken {
         work.unstage_by_token(counts);

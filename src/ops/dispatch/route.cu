@@ -110,6 +110,7 @@ KERNEL_UNROUNDED(THREADS) route(PARAMETERS(RouteParameters) p) {
 #pragma unroll 1
         for (u32 i = thread; i < needed * WORLD; i += THREADS) {
             const u32 b = i / WORLD, r = i % WORLD;
+            // sync blocks: polls of words that carry what they say
             const u64 word = wait_for<true>(me, OP, PHASE_BLOCKS, me.rank, p.block_words + b * NUM_WORDS + r, epoch, failed);
             if (word == 0) problem |= FAILED;
             s.block_totals[b][r] = (u32)(word & ((1 << EPOCH_SHIFT) - 1));
@@ -120,6 +121,7 @@ KERNEL_UNROUNDED(THREADS) route(PARAMETERS(RouteParameters) p) {
             // Rows of lower blocks; block 0 instead adds up the whole rank.
             for (u32 i = thread + (block == 0 ? EXPERTS : 0); i < needed * EXPERTS; i += THREADS) {
                 const u32 b = i / EXPERTS, e = i % EXPERTS;
+                // sync blocks: as above
                 const u64 word = wait_for<true>(me, OP, PHASE_BLOCKS, me.rank, p.block_words + b * NUM_WORDS + WORLD + e, epoch, failed);
                 if (word == 0) problem |= FAILED;
                 add_shared(block == 0 ? &s.expert_totals[e] : &s.experts.running[e], (u32)(word & ((1 << EPOCH_SHIFT) - 1)));

@@ -275,6 +275,7 @@ DEVICE void refuse(const Rank& me, const Call& call, const u32 (&matrix)[WORLD][
         store_relaxed_system(&me.host->demand[r], needed);
         store_relaxed_system(&me.host->capacity[r], available);
     }
+    // sync record: release, pairs with the acquire of the host, which reads the status first
     release_system();
     warp_barrier();
     const u64 status = is_other ? STATUS_MISMATCH : is_oversize ? STATUS_CAPACITY_TOKENS : BY_EXPERT == 2 ? STATUS_CAPACITY_EXPERT : STATUS_CAPACITY_ROWS;

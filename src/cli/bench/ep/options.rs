@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use clap::ValueEnum;
-use moe_kernels::ep::{self, Config, MAX_K, MAX_RANKS, MAX_TOKENS, Measure, PhaseTuning, Quantize, Tuning};
+use moe_kernels::ep::{self, Config, MAX_K, MAX_RANKS, MAX_TOKENS, Measure, PhaseTuning, Quantize, Sums, Tuning};
 use moe_kernels::routing::Routes;
 use moe_kernels::routing::synthetic::{Kind, Synthetic};
 use moe_kernels::routing::trace::{Options, Trace};
@@ -15,6 +15,9 @@ use crate::names::{LayoutKind, ModeKind, ReduceKind, WireKind};
 
 /// Bound of a rank's waits: what is measured takes milliseconds, and a hang is to be seen while somebody looks (arbitrary).
 const TIMEOUT: Duration = Duration::from_secs(20);
+
+/// Combines here add nothing: other kernels need not be compiled.
+pub const SUMS: Sums = Sums { plain: true, add_to: false, add_to_f32: false, unfolded: true };
 
 /// What is measured, and where.
 #[derive(Debug, Clone, clap::Args)]
@@ -234,7 +237,7 @@ impl Launching {
     /// # Errors
     /// An option that is no geometry or no number, or names no phase.
     pub fn tuning(&self) -> Result<Tuning> {
-        let mut tuning = Tuning { early: self.early, measure: Measure::default(), ..Tuning::default() };
+        let mut tuning = Tuning { sums: SUMS, early: self.early, measure: Measure::default(), ..Tuning::default() };
         for text in &self.geometry {
             const WANT: &str = "BLOCKSxTHREADS, such as 64x256 or dispatch=64x256";
             let (phase, value) = split("--geometry", text, WANT)?;
@@ -297,7 +300,7 @@ mod tests {
         let t = tuning(&["64x256", "combine=33x512"], &["dispatch=16"]).unwrap();
         assert_eq!(t.dispatch, PhaseTuning { geometry: Some((64, 256)), sms: Some(16) });
         assert_eq!(t.combine, PhaseTuning { geometry: Some((33, 512)), sms: None });
-        assert_eq!(tuning(&[], &[]).unwrap(), Tuning::default());
+        assert_eq!(tuning(&[], &[]).unwrap(), Tuning { sums: SUMS, ..Tuning::default() });
         for bad in ["64", "0x256", "64x100", "64x2048", "x", "route=64x256", "-1x64"] {
             assert!(tuning(&[bad], &[]).is_err(), "{bad}");
         }

@@ -7,6 +7,7 @@ use super::params::{
 use crate::ep::device::context::Ctx;
 use crate::ep::device::shape::Loaded;
 use crate::ep::device::tuning::{Class, Tokens};
+use crate::ep::signal::{Machine, Rules};
 use crate::error::Result;
 use crate::gpu::Geometry;
 
@@ -249,7 +250,7 @@ fn low_latency(ctx: &Ctx, call: &Call) -> Result<()> {
         x_region: ctx.region(call.bank, regions.x),
         record_region: ctx.region(call.bank, regions.records),
         staging: regions.staging as u64,
-        copies: ctx.in_flight + 1,
+        copies: Machine::staging_copies(ctx.in_flight as usize) as u32,
         x_rows: call.payload.x_rows,
         me: *ctx.me(call.bank),
     };
