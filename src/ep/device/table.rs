@@ -292,7 +292,7 @@ mod tests {
             [1, 17, 512, 513, 1999, 2100, 100_000].map(blocks),
             [None, Some(8), Some(240), Some(151), Some(586), Some(411), Some(19532)]
         );
-        assert_eq!(Class::ALL.map(|class| found.most_blocks(class)), [0, 240, u32::MAX]);
+        assert_eq!(Class::ALL.map(|class| found.most_blocks(class)), [0, 240, 1_258_291_200]);
         // Another GPU, another shape.
         assert_eq!(Measured::find("NVIDIA H100", &key(7168)).threads(Class::Many), None);
         assert_eq!(Measured::find("a made-up GPU", &key(4096)).threads(Class::Many), None);

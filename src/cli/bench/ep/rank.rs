@@ -470,3 +470,56 @@ pub fn all<T>(results: Vec<Result<T>>) -> Result<Vec<T>> {
         None => good.into_iter().collect(),
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use moe_kernels::DType;
+    use moe_kernels::ep::Config;
+    use moe_kernels::routing::synthetic::{Kind, Synthetic};
+
+    /// What the comparisons find when rows, routes or sums are others than those that they expect.
+    #[test]
+    fn differences_are_found() {
+        let routes = |seed| -> Vec<_> {
+            let of_rank = |stream| Synthetic { kind: Kind::Uniform, num_experts: 8, k: 2, seed, stream }.routes(5).unwrap();
+            [0, 1].map(of_rank).into()
+        };
+        let config = Config::new(64, DType::BF16, 8, 2, 5);
+        let case = Case::of(config.clone(), 1, routes(1)).unwrap();
+        let other_rows = case.replayed(2);
+        let other_routes = Case::of(config, 1, routes(2)).unwrap();
+        let plan = Plan {
+            arms: Vec::new(),
+            tuning: Tuning::default(),
+            rounds: 1,
+            warmup: 0,
+            repeats: 1,
+            inputs: 1,
+            staged: false,
+            check_tokens: 5,
+            host_cost: false,
+        };
+        let results = World::run(&Backend::cpu(), 2, |world| {
+            let me = world.rank().index();
+            let mut rank = Rank::new(&world, &case, &plan, None)?;
+            let clean = rank.check()?;
+            let mut arrival = rank.dispatch(0)?;
+            let rows = other_rows.check_arrival(me, 0, &arrival)?;
+            let routes = other_routes.check_arrival(me, 0, &arrival)?;
+            rank.write_expert_rows(&mut arrival)?;
+            rank.combine(arrival)?;
+            let mut out = rank.out.read(5 * 128)?;
+            let same = case.check_out(me, &out, 5);
+            out[4 * 128 + 7] ^= 1;
+            let last = case.check_out(me, &out, 5);
+            rank.end()?;
+            Ok((clean, rows, routes, same, last))
+        });
+        for (clean, rows, routes, same, last) in all(results.unwrap()).unwrap() {
+            assert!(clean.is_empty() && same.is_none(), "{clean:?} {same:?}");
+            assert!(rows.unwrap().contains("not the row of token"));
+            assert!(routes.is_some() && last.unwrap().contains("token 4"));
+        }
+    }
+}

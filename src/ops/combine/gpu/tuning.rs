@@ -343,7 +343,7 @@ mod tests {
         let (two, eight) = (choice(&base(), 2, Tuning::default()), choice(&base(), 8, Tuning::default()));
         // At 4096 tokens as many blocks as run at once.
         assert_eq!([0, 1, 128, 4096].map(|t| combine(&two, t)), [(1, 512, 28, 1), (2, 512, 28, 1), (112, 256, 7, 2), (256, 512, 1, 2)]);
-        assert_eq!([1, 128, 4096].map(|t| combine(&eight, t)), [(4, 256, 28, 1), (112, 256, 7, 1), (256, 512, 1, 2)]);
+        assert_eq!([1, 128, 4096].map(|t| combine(&eight, t)), [(4, 256, 28, 1), (56, 512, 7, 1), (256, 512, 1, 2)]);
         assert_eq!(Class::ALL.map(|class| two.mapping(class).stream), [false, false, true]);
         assert_eq!(Class::ALL.map(|class| eight.mapping(class).max_group), [8, 8, 8]);
     }
