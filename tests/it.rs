@@ -56,11 +56,11 @@ fn main() -> ExitCode {
         if let Some(share) = Share::of_this_process() {
             return ExitCode::from(u8::from(share.compile(&programs(&arguments)).is_err()));
         }
-        let num_programs = programs(&arguments).len();
-        if let (true, Ok(Backend::Cuda(cuda))) = (num_programs > 0, Backend::from_name(&backend_name())) {
+        let programs = programs(&arguments);
+        if let (false, Ok(Backend::Cuda(cuda))) = (programs.is_empty(), Backend::from_name(&backend_name())) {
             let start = Instant::now();
-            precompile::compile(&cuda, num_programs);
-            eprintln!("{num_programs} kernels of expert parallelism are compiled after {:.1} s", start.elapsed().as_secs_f64());
+            precompile::compile(&cuda, &programs);
+            eprintln!("{} kernels of expert parallelism are compiled after {:.1} s", programs.len(), start.elapsed().as_secs_f64());
         }
     }
     let mut trials = shared_checks();
