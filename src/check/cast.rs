@@ -219,6 +219,7 @@ fn past_the_caches(backend: &Backend) -> Result<usize, Failed> {
             column.fetch(&backend)?;
             row.check("row")?;
             column.check("column")?;
+            let (of_columns, mut transposed) = (column.bytes(), vec![0; row.bytes().len()]);
             let size = to.size();
             for r in 0..rows {
                 let source = &x[r * columns * 2..][..columns * 2];
@@ -228,11 +229,12 @@ fn past_the_caches(backend: &Backend) -> Result<usize, Failed> {
                     &[1, columns],
                 )?);
                 cast(&Backend::cpu(), &mut [matrix], &Options::default())?;
-                ensure!(alone == row.bytes()[r * columns * size..][..columns * size], "{name}, {to}: row {r}");
-                for (c, element) in alone.chunks(size).enumerate() {
-                    ensure!(*element == column.bytes()[(c * rows + r) * size..][..size], "{name}, {to}: row {r} of column {c}");
+                compare::equal(&format!("{name}, {to}: row {r}"), to, &[columns], &row.bytes()[r * columns * size..][..columns * size], &alone)?;
+                for (c, element) in transposed[r * columns * size..][..columns * size].chunks_mut(size).enumerate() {
+                    element.copy_from_slice(&of_columns[(c * rows + r) * size..][..size]);
                 }
             }
+            ensure!(transposed == row.bytes(), "{name}, {to}: the transposed copy is not the row copy transposed");
             num_cases += 1;
         }
     }

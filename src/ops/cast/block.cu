@@ -79,7 +79,6 @@ DEVICE void greatest_of_patch(const Patch& patch, u32 (&of_rows)[PATCH], u32 (&o
 
 KERNEL_FITTING(NUM_THREADS, BLOCKS) cast_blocks(PARAMETERS(Parameters) p) {
     SHARED Part found;
-    SHARED Found search;
     SHARED u32 scratch[NUM_GROUPS];
     SHARED u32 greatest_of_rows[BLOCKS_ACROSS][TILE_ROWS];
     SHARED u32 greatest_of_columns[NUM_GROUPS][TILE_COLUMNS];
@@ -91,12 +90,12 @@ KERNEL_FITTING(NUM_THREADS, BLOCKS) cast_blocks(PARAMETERS(Parameters) p) {
         return;
     }
     const u32 thread = thread_idx(), across = thread % ACROSS, down = thread / ACROSS, group = thread / 32;
-    for (u32 nth = 0; locate(p, nth, search, found); nth++) {
+    for (u32 nth = 0; locate(p, nth, found); nth++) {
         const u32 matrix = found.matrix, num_rows = found.num_rows, num_columns = found.num_columns;
         const Matrix& m = p.matrices[LIST ? matrix : 0];
         const u32 left = across * PATCH < num_columns ? num_columns - across * PATCH : 0, columns_here = left < PATCH ? left : PATCH;
         const u32 below = down * PATCH < num_rows ? num_rows - down * PATCH : 0, rows_here = below < PATCH ? below : PATCH;
-        const u32 valid = down * PATCH < found.num_valid ? found.num_valid - down * PATCH : 0, valid_here = valid < PATCH ? valid : PATCH;
+        const u32 top = found.first_row + down * PATCH, valid = top < found.num_valid ? found.num_valid - top : 0, valid_here = valid < PATCH ? valid : PATCH;
         const u32 in_piece = ALIGNED ? 16 : piece_of((u64)m.x, m.x_stride, m.num_columns * IN);
         Patch patch;
         load_patch<ALIGNED>(patch, found.x + down * PATCH * m.x_stride + across * PATCH * IN, m.x_stride, valid_here, columns_here * IN, in_piece);
@@ -205,14 +204,16 @@ KERNEL_FITTING(NUM_THREADS, BLOCKS) cast_blocks(PARAMETERS(Parameters) p) {
                 for (u32 r = 0; r < PATCH; r++) {
                     narrow_row(patch.word[r], [&](u32 c) { return factors[c]; }, narrowed[r]);
                 }
-                put_patch(shared_tile, narrowed, across, down);
+                put_patch(shared_tile, narrowed, across * PATCH, down);
             }
         }
-        u8* const column = found.column;
-        const u64 column_stride = found.column_stride;
+        const Columns columns = columns_of(found);
         block_barrier();
         if (COLUMN) {
-            store_columns(column, column_stride, shared_tile, num_rows, num_columns);
+            store_columns(columns, shared_tile);
         }
+    }
+    if (!LIST && block_idx_x() == 0 && thread == 0 && p.status != nullptr) {
+        *p.status = found.status;
     }
 }

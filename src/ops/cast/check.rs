@@ -97,6 +97,9 @@ pub(super) fn list(memory: &impl Memory, matrices: &[Operands<'_>], options: &Op
         let sums = sums.ok_or_else(|| too_many_rows(name.of("x"), rows))?;
         outputs(memory, name, matrix, options, &sums, columns, false)?;
         per_matrix(memory, name, matrix, 1)?;
+        if matrix.status.is_some() {
+            return Err(Error::invalid(OP, name.of("status"), "present", "absent: a list has no offsets"));
+        }
     }
     Ok(known.filter(|_| !memory.is_noop(options)))
 }
@@ -115,6 +118,10 @@ pub(super) fn grouped(memory: &impl Memory, all: &Operands<'_>, offsets: &Tensor
     let sums = memory.sums(offsets, capacity, options)?;
     outputs(memory, name, all, options, &sums, columns, true)?;
     per_matrix(memory, name, all, offsets.shape()[0] - 1)?;
+    if let Some(status) = &all.status {
+        dtype_of("status", status.dtype(), &[DType::U32])?;
+        output(memory, "status", status, &Shape::exact([1]))?;
+    }
     Ok(Some(known).filter(|_| !memory.is_noop(options)))
 }
 

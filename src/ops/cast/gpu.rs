@@ -153,6 +153,14 @@ enum Kind {
     },
 }
 
+impl Variant {
+    /// `SEAM_ROWS` of patch.cuh.
+    fn seam_rows(&self) -> u32 {
+        let has_columns = matches!(self.kind, Kind::Tiles { column: true, .. });
+        if has_columns && self.to.size() == 1 && !matches!(self.scales, Scales::Blocks { .. }) { tuning::SEAM_ROWS } else { 0 }
+    }
+}
+
 impl Spec for Variant {
     fn program(&self) -> Program {
         let Variant { kind, from, to, list, scales, tile } = *self;
@@ -176,7 +184,7 @@ impl Spec for Variant {
         ];
         let (types, scale) = (format!("{from} to {to}"), scales.name());
         let Kind::Tiles { row, column, aligned } = kind else {
-            constants.push(Constant::Bool("FINISH", kind == Kind::After));
+            constants.extend([Constant::Bool("FINISH", kind == Kind::After), Constant::Bool("COLUMN", false)]);
             return Program {
                 name: format!("cast matrices {types}, {}, {scale}, {form}", if kind == Kind::After { "after" } else { "before" }),
                 entry: "cast_matrices",
@@ -200,7 +208,7 @@ impl Spec for Variant {
             (false, true) => "column",
             (false, false) => "amax",
         };
-        let Tile { rows, columns, down, .. } = tile;
+        let Tile { rows, columns, down, blocks } = tile;
         let unaligned = if aligned { "" } else { ", unaligned" };
         let (entry, sources) = match scales {
             Scales::Blocks { formula, .. } => {
@@ -210,13 +218,13 @@ impl Spec for Variant {
             Scales::Given | Scales::Current => ("cast_tile", TILE_SOURCES),
         };
         Program {
-            name: format!("cast tiles {types}, {copies}, {scale}, {form}{unaligned} {rows}x{columns}x{down}"),
+            name: format!("cast tiles {types}, {copies}, {scale}, {form}{unaligned} {rows}x{columns}x{down}, {blocks} resident"),
             entry,
             sources,
             constants,
-            threads: tile.threads(),
-            smem_bytes: if column { tile.smem_bytes(to) } else { 0 },
-            max_registers: tile.max_registers(),
+            threads: tile.threads(self.seam_rows()),
+            smem_bytes: if column { tile.smem_bytes(to, self.seam_rows()) } else { 0 },
+            max_registers: tile.max_registers(self.seam_rows()),
             // Tiles that count on instructions for FP8 are for where they are.
             targets: if to.is_fp8() && tile.blocks > 1 { Targets::Hopper } else { Targets::All },
         }
@@ -302,6 +310,7 @@ impl Entry for BlockMatrix {
 struct Parameters<E, const N: usize> {
     noop: u64,
     offsets: u64,
+    status: u64,
     row_capacity: u64,
     block_capacity: u64,
     word_capacity: u64,
@@ -315,7 +324,7 @@ struct Parameters<E, const N: usize> {
 }
 
 const _: () = assert!(size_of::<Matrix>() == 88 && size_of::<BlockMatrix>() == 120, "no padding, as in locate.cuh");
-const _: () = assert!(size_of::<Parameters<Matrix, 1>>() == 64 + 88, "no padding, as in locate.cuh");
+const _: () = assert!(size_of::<Parameters<Matrix, 1>>() == 72 + 88, "no padding, as in locate.cuh");
 // Spec: CUDA, bytes of a kernel's parameters from 12.1 on.
 const _: () = assert!(size_of::<Parameters<BlockMatrix, { LIST_SIZES[2] }>>() <= 32764);
 
@@ -367,6 +376,7 @@ impl<E: Entry, const N: usize> Parameters<E, N> {
         Parameters {
             noop: read(options.noop.as_ref()),
             offsets: 0,
+            status: 0,
             row_capacity: u64::MAX,
             block_capacity: u64::MAX,
             word_capacity: u64::MAX,
@@ -462,6 +472,7 @@ fn group_of<E: Entry>(cuda: &Cuda, known: &Known, all: &Operands<'_>, offsets: &
     parameters.matrices[0] = entry;
     [parameters.row_capacity, parameters.block_capacity, parameters.word_capacity] = capacities(known, all, columns as usize);
     parameters.offsets = read(Some(offsets));
+    parameters.status = write(all.status.as_ref());
     if offsets.dtype() == DType::I64 {
         parameters.flags |= flag::OFFSETS_ARE_64_BITS;
     }
@@ -474,7 +485,8 @@ fn group_of<E: Entry>(cuda: &Cuda, known: &Known, all: &Operands<'_>, offsets: &
     if num_blocks > MAX_BLOCKS {
         return Err(too_many_parts());
     }
-    parameters.num_blocks = num_blocks as u32;
+    // One block at least, for what is written once.
+    parameters.num_blocks = num_blocks.max(1) as u32;
     Call { known, scales, tile, list: 0, aligned, row: all.row.is_some(), column: all.column.is_some() }.queue(cuda, &parameters)
 }
 
@@ -568,7 +580,9 @@ impl Call<'_> {
         let variant = Variant { kind, from: self.known.from, to: self.known.to, list: self.list, scales, tile: self.tile };
         let (num_blocks, threads, smem_bytes) = match kind {
             Kind::Tiles { column, .. } => {
-                (parameters.num_blocks, self.tile.threads(), if column { self.tile.smem_bytes(self.known.to) } else { 0 })
+                let seam_rows = variant.seam_rows();
+                let smem_bytes = if column { self.tile.smem_bytes(self.known.to, seam_rows) } else { 0 };
+                (parameters.num_blocks, self.tile.threads(seam_rows), smem_bytes)
             }
             Kind::Before | Kind::After => (parameters.num_matrices.div_ceil(MATRIX_THREADS), MATRIX_THREADS, 0),
         };

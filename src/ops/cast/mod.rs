@@ -11,8 +11,8 @@
 //!   before anything is read, when [`Options::reset_amax`] asks for it.
 //! - `scale_inv` is the IEEE quotient 1 / scale and is written for matrices without elements too.
 //!
-//! On a GPU nothing of the tensors is read before the call runs: a group whose offsets are not as [`cast_grouped`] says, or whose outputs are too short
-//! for them, is left alone there, nothing is written.
+//! On a GPU nothing of the tensors is read before the call runs. For a group whose offsets are not as [`cast_grouped`] says, or whose outputs are too short
+//! for them, neither copies nor their scales are written there, and [`Operands::status`] says so; the CPU returns an error.
 //!
 //! Two forms: [`cast`] takes a list of matrices of any shapes, [`cast_grouped`] one buffer of rows and the offsets of its matrices, which are
 //! read when the operation runs. [`Scaling`] says where scales come from.
@@ -66,12 +66,15 @@ pub struct Operands<'a> {
     pub amax: Option<TensorViewMut<'a>>,
     /// f32 `[n]`: 1 / scale of each matrix. Not for [`Scaling::Block`].
     pub scale_inv: Option<TensorViewMut<'a>>,
+    /// u32 `[1]`, of a [`cast_grouped`] only: what a GPU finds of the offsets when it reads them, one of the values of [`status`]. Written by every
+    /// call that the noop flag lets run.
+    pub status: Option<TensorViewMut<'a>>,
 }
 
 impl<'a> Operands<'a> {
     /// An input without outputs; add at least one of [`row`](Self::row) and [`column`](Self::column).
     pub fn new(x: TensorView<'a>) -> Self {
-        Operands { x, scale: None, row: None, column: None, row_scales: None, column_scales: None, amax: None, scale_inv: None }
+        Operands { x, scale: None, row: None, column: None, row_scales: None, column_scales: None, amax: None, scale_inv: None, status: None }
     }
 
     /// With given scales.
@@ -101,6 +104,17 @@ with! {
     column_scales: "With the block scales of the transposed copy.",
     amax: "With the greatest magnitudes.",
     scale_inv: "With the inverse scales.",
+    status: "With a word about the offsets.",
+}
+
+/// Values of [`Operands::status`]: sums of these.
+pub mod status {
+    /// The offsets were good.
+    pub const GOOD: u32 = 0;
+    /// The offsets do not start with 0, decrease, or end behind `x`.
+    pub const BAD_OFFSETS: u32 = 1;
+    /// An output is too short for the matrices, with their padding.
+    pub const SHORT_OUTPUTS: u32 = 2;
 }
 
 /// What all matrices of a call have in common.

@@ -1,12 +1,14 @@
 // Patches: 8 x 8 elements that a thread loads, scales, rounds, and passes on by columns. Needs platform, float, fp8 and copy.
 //
-// Constants: FROM, TO (types), TILE_ROWS, TILE_COLUMNS, TILES_DOWN.
+// Constants: FROM, TO (types), COLUMN (bool), TILE_ROWS, TILE_COLUMNS, TILES_DOWN, BLOCK_LENGTH.
 
 constexpr u32 PATCH = 8; // derived: 8 elements of 16 bits are one vector of 16 bytes, 8 of 8 bits a unit of the shared tile
 constexpr u32 IN = sizeof(FROM);
 constexpr u32 OUT = sizeof(TO);
 constexpr u32 ACROSS = TILE_COLUMNS / PATCH;
-constexpr u32 NUM_THREADS = TILE_ROWS / PATCH * ACROSS;
+constexpr u32 SEAM_ROWS = COLUMN && OUT == 1 && BLOCK_LENGTH == 0 ? 16 : 0; // derived: half a sector of 32 bytes (see enum Seam)
+constexpr u32 PATCHES_DOWN = TILE_ROWS / PATCH;
+constexpr u32 NUM_THREADS = (PATCHES_DOWN + SEAM_ROWS / PATCH) * ACROSS;
 constexpr u32 NUM_GROUPS = NUM_THREADS / 32; // of 32 lanes
 constexpr u32 IN_WORDS = PATCH * IN / 4;
 constexpr u32 OUT_WORDS = PATCH * OUT / 4;
@@ -109,6 +111,25 @@ template <bool ALIGNED> DEVICE void load_patch(Patch& patch, const u8* x, u64 st
     }
 }
 
+// Loads a patch of whole vectors.
+DEVICE void load_whole_patch(Patch& patch, const u8* x, u64 stride) {
+    Vec16 vector[PATCH][IN_WORDS / 4];
+#pragma unroll
+    for (u32 r = 0; r < PATCH; r++) {
+#pragma unroll
+        for (u32 i = 0; i < IN_WORDS / 4; i++) {
+            vector[r][i] = load_uncached(x + r * stride + i * 16);
+        }
+    }
+#pragma unroll
+    for (u32 r = 0; r < PATCH; r++) {
+#pragma unroll
+        for (u32 w = 0; w < IN_WORDS; w++) {
+            patch.word[r][w] = vector[r][w / 4].word[w % 4];
+        }
+    }
+}
+
 // A row of elements, multiplied and rounded.
 template <class FACTORS> DEVICE void narrow_row(const u32 (&in)[IN_WORDS], const FACTORS& factor, u32 (&out)[OUT_WORDS]) {
     float value[PATCH];
@@ -135,8 +156,8 @@ template <class FACTORS> DEVICE void narrow_row(const u32 (&in)[IN_WORDS], const
 // The transposed tile in shared memory: units of 8 bytes, all units of a column one after the other, but their numbers mixed so that neither lanes
 // beside each other in a row nor lanes along a column meet in a bank.
 
-constexpr u32 GROUP_ROWS = TILE_ROWS * TILES_DOWN; // rows that the shared tile holds
-constexpr u32 UNITS = GROUP_ROWS * OUT / 8;        // of a column
+constexpr u32 GROUP_ROWS = TILE_ROWS * TILES_DOWN;         // rows of a part at most
+constexpr u32 UNITS = (GROUP_ROWS + SEAM_ROWS) * OUT / 8; // of a column of the shared tile
 static_assert(UNITS % 2 == 0, "Units are mixed in blocks of 16, which hold columns of one patch.");
 
 DEVICE u32 unit_at(u32 column, u32 unit) {
@@ -147,9 +168,9 @@ DEVICE u64 unit_of(u32 low, u32 high) {
     return low | (u64)high << 32;
 }
 
-// Passes on a patch of rounded elements, the `down`-th from the top of the part.
-DEVICE void put_patch(u64* tile, const u32 (&rows)[PATCH][OUT_WORDS], u32 across, u32 down) {
-    const u32 column = across * PATCH, unit = down * OUT;
+// Passes on a patch of rounded elements: its columns from `column` on, the `down`-th from the top of the part. A column -1 is left out.
+DEVICE void put_patch(u64* tile, const u32 (&rows)[PATCH][OUT_WORDS], u32 column, u32 down) {
+    const u32 unit = down * OUT;
     if constexpr (OUT == 1) {
 #pragma unroll
         for (u32 half = 0; half < 2; half++) {
@@ -158,7 +179,9 @@ DEVICE void put_patch(u64* tile, const u32 (&rows)[PATCH][OUT_WORDS], u32 across
             transpose_bytes(rows[4][half], rows[5][half], rows[6][half], rows[7][half], lower[0], lower[1], lower[2], lower[3]);
 #pragma unroll
             for (u32 i = 0; i < 4; i++) {
-                tile[unit_at(column + half * 4 + i, unit)] = unit_of(upper[i], lower[i]);
+                if (SEAM_ROWS == 0 || half > 0 || i > 0 || column < TILE_COLUMNS) {
+                    tile[unit_at(column + half * 4 + i, unit)] = unit_of(upper[i], lower[i]);
+                }
             }
         }
     } else if constexpr (OUT == 2) {
@@ -217,26 +240,69 @@ DEVICE void store_edge(u8* to, const u64* tile, u32 column, u32 first, u32 end) 
     }
 }
 
-// Stores the columns of the tile, `num_rows` elements each, `stride` bytes apart. All threads take part.
-DEVICE void store_columns(u8* to, u64 stride, const u64* tile, u32 num_rows, u32 num_columns) {
-    const u32 thread = thread_idx(), length = num_rows * OUT;
+// Columns of the shared tile on their way to memory.
+struct Columns {
+    u8* to;
+    u64 stride;
+    u32 length; // of a column, in bytes
+    u32 num;
+    u32 first_foreign; // as in Part
+    u32 num_extended;
+    // Of this thread: where it begins, and how far it goes on each time, in vectors of all columns one after the other.
+    u32 column;
+    u32 vector;
+    u32 columns_on;
+    u32 vectors_on;
+};
+
+// Vectors of a column: those that cut columns have at most.
+DEVICE u32 vectors_of(const Columns& c) {
+    return c.length / 16 + (c.num_extended > 0 || c.first_foreign < c.num ? 1 : 0);
+}
+
+// What a thread needs to know before the columns are there: the divisions are over by then.
+template <class P> DEVICE Columns columns_of(const P& part) {
+    Columns c;
+    c.to = part.column;
+    c.stride = part.column_stride;
+    c.length = part.num_rows * OUT;
+    c.num = part.num_columns;
+    c.first_foreign = part.first_foreign;
+    c.num_extended = part.num_extended;
+    // The first threads of a warp start at a boundary of 128 bytes (derived: a line of the cache) when the columns lie one behind the other.
+    const u32 thread = thread_idx(), num_vectors = vectors_of(c), divisor = num_vectors > 0 ? num_vectors : 1, shift = (u32)((u64)c.to / 16) % 8;
+    const u32 start = thread < shift ? thread + NUM_THREADS - shift : thread - shift;
+    c.column = start / divisor;
+    c.vector = start % divisor;
+    c.columns_on = NUM_THREADS / divisor;
+    c.vectors_on = NUM_THREADS % divisor;
+    return c;
+}
+
+// Stores the columns of the tile. All threads take part.
+DEVICE void store_columns(const Columns& c, const u64* tile) {
+    u8* const to = c.to;
+    const u64 stride = c.stride;
+    const u32 length = c.length, num_columns = c.num;
     if ((((u64)to | stride | length) & 15) == 0) {
-        // Vectors of all columns one after the other; the first threads of a warp start at a boundary of 128 bytes (derived: a line of the cache) when
-        // the columns lie one behind the other.
-        const u32 num_vectors = length / 16, shift = (u32)((u64)to / 16) % 8;
-        const u32 start = thread < shift ? thread + NUM_THREADS - shift : thread - shift;
-        const u32 columns_on = NUM_THREADS / num_vectors, vectors_on = NUM_THREADS % num_vectors;
-        u32 column = start / num_vectors, vector = start % num_vectors;
+        const u32 num_vectors = vectors_of(c), num_whole = length / 16;
+        u32 column = c.column, vector = c.vector;
         while (column < num_columns) {
-            // Two units side by side, in either order.
-            const u32 unit = unit_at(column, vector * 2);
-            const Vec16 pair = *(const Vec16*)(tile + unit / 2 * 2);
-            const bool is_swapped = unit % 2 != 0;
-            const Vec16 ordered = {is_swapped ? pair.word[2] : pair.word[0], is_swapped ? pair.word[3] : pair.word[1],
-                                   is_swapped ? pair.word[0] : pair.word[2], is_swapped ? pair.word[1] : pair.word[3]};
-            store_streaming((Vec16*)(to + column * stride + vector * 16), ordered);
-            column += columns_on;
-            vector += vectors_on;
+            u8* const start = to + column * stride;
+            // Sectors of two columns or parts belong to those that end in them.
+            const bool is_foreign = vector == 0 && column >= c.first_foreign && ((u64)start & 16) != 0;
+            const bool is_there = vector < num_whole || (column < c.num_extended && ((u64)(start + length) & 16) != 0);
+            if (is_there && !is_foreign) {
+                // Two units side by side, in either order.
+                const u32 unit = unit_at(column, vector * 2);
+                const Vec16 pair = *(const Vec16*)(tile + unit / 2 * 2);
+                const bool is_swapped = unit % 2 != 0;
+                const Vec16 ordered = {is_swapped ? pair.word[2] : pair.word[0], is_swapped ? pair.word[3] : pair.word[1],
+                                       is_swapped ? pair.word[0] : pair.word[2], is_swapped ? pair.word[1] : pair.word[3]};
+                store_streaming((Vec16*)(start + vector * 16), ordered);
+            }
+            column += c.columns_on;
+            vector += c.vectors_on;
             if (vector >= num_vectors) {
                 vector -= num_vectors;
                 column++;
@@ -246,7 +312,7 @@ DEVICE void store_columns(u8* to, u64 stride, const u64* tile, u32 num_rows, u32
     }
     // Vectors at boundaries of 16 bytes of the destination, one more than a column has: whole ones at once, the ends in pieces.
     const u32 num_vectors = (length + 15) / 16 + 1;
-    for (u32 i = thread; i < num_vectors * num_columns; i += NUM_THREADS) {
+    for (u32 i = thread_idx(); i < num_vectors * num_columns; i += NUM_THREADS) {
         const u32 column = i / num_vectors, vector = i % num_vectors;
         u8* const start = to + column * stride;
         const u32 before = (u64)start & 15; // bytes of the first vector that are not the column's
