@@ -229,7 +229,13 @@ fn past_the_caches(backend: &Backend) -> Result<usize, Failed> {
                     &[1, columns],
                 )?);
                 cast(&Backend::cpu(), &mut [matrix], &Options::default())?;
-                compare::equal(&format!("{name}, {to}: row {r}"), to, &[columns], &row.bytes()[r * columns * size..][..columns * size], &alone)?;
+                compare::equal(
+                    &format!("{name}, {to}: row {r}"),
+                    to,
+                    &[columns],
+                    &row.bytes()[r * columns * size..][..columns * size],
+                    &alone,
+                )?;
                 for (c, element) in transposed[r * columns * size..][..columns * size].chunks_mut(size).enumerate() {
                     element.copy_from_slice(&of_columns[(c * rows + r) * size..][..size]);
                 }

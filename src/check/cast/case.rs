@@ -364,9 +364,17 @@ impl Tensors {
     }
 
     fn buffers(&mut self) -> impl Iterator<Item = &mut Buffer> {
-        [&mut self.row, &mut self.column, &mut self.row_scales, &mut self.column_scales, &mut self.amax, &mut self.scale_inv, &mut self.status]
-            .into_iter()
-            .flatten()
+        [
+            &mut self.row,
+            &mut self.column,
+            &mut self.row_scales,
+            &mut self.column_scales,
+            &mut self.amax,
+            &mut self.scale_inv,
+            &mut self.status,
+        ]
+        .into_iter()
+        .flatten()
     }
 
     fn reset(&mut self) {

@@ -79,6 +79,7 @@ DEVICE void greatest_of_patch(const Patch& patch, u32 (&of_rows)[PATCH], u32 (&o
 
 KERNEL_FITTING(NUM_THREADS, BLOCKS) cast_blocks(PARAMETERS(Parameters) p) {
     SHARED Part found;
+    SHARED Found search;
     SHARED u32 scratch[NUM_GROUPS];
     SHARED u32 greatest_of_rows[BLOCKS_ACROSS][TILE_ROWS];
     SHARED u32 greatest_of_columns[NUM_GROUPS][TILE_COLUMNS];
@@ -90,7 +91,7 @@ KERNEL_FITTING(NUM_THREADS, BLOCKS) cast_blocks(PARAMETERS(Parameters) p) {
         return;
     }
     const u32 thread = thread_idx(), across = thread % ACROSS, down = thread / ACROSS, group = thread / 32;
-    for (u32 nth = 0; locate(p, nth, found); nth++) {
+    for (u32 nth = 0; locate(p, nth, search, found); nth++) {
         const u32 matrix = found.matrix, num_rows = found.num_rows, num_columns = found.num_columns;
         const Matrix& m = p.matrices[LIST ? matrix : 0];
         const u32 left = across * PATCH < num_columns ? num_columns - across * PATCH : 0, columns_here = left < PATCH ? left : PATCH;
@@ -212,8 +213,11 @@ KERNEL_FITTING(NUM_THREADS, BLOCKS) cast_blocks(PARAMETERS(Parameters) p) {
         if (COLUMN) {
             store_columns(columns, shared_tile);
         }
+        if (!search.has_more) {
+            break;
+        }
     }
     if (!LIST && block_idx_x() == 0 && thread == 0 && p.status != nullptr) {
-        *p.status = found.status;
+        *p.status = search.status_of_all;
     }
 }

@@ -106,7 +106,6 @@ struct Part : PartScales<HAS_SCALES> {
     u32 seam;          // enum Seam
     u32 first_foreign; // columns from here on leave the sector of memory in which they start to the part that ends in it
     u32 num_extended;  // columns before this one fill the sector in which they end
-    u32 status;        // where there is no part
 };
 
 // A sector of 32 bytes (spec: NVIDIA) that two parts write is slow. Where columns end within one, a part casts SEAM_ROWS more rows, for the shared tile only:
@@ -119,19 +118,24 @@ DEVICE u32 quotient_up(u32 a, u32 b) {
 
 constexpr u32 NO_PART = 0xFFFFFFFF;
 
-// Part `nth` of this block: when there are more parts than blocks, the first blocks have more.
-DEVICE u32 part_of_block(const Parameters& p, u32 nth, u32 num_parts) {
+// The parts of this block: when there are more parts than blocks, the first blocks have more.
+struct Share {
+    u32 first;
+    u32 num;
+};
+
+DEVICE Share share_of_block(const Parameters& p, u32 num_parts) {
     const u32 block = block_idx_x();
     if (num_parts <= p.num_blocks) {
-        return nth == 0 && block < num_parts ? block : NO_PART;
+        return {block, block < num_parts ? 1u : 0u};
     }
     const u32 least = num_parts / p.num_blocks, larger = num_parts % p.num_blocks;
-    const u32 own = least + (block < larger);
-    return nth < own ? block * least + (block < larger ? block : larger) + nth : NO_PART;
+    return {block * least + (block < larger ? block : larger), least + (block < larger)};
 }
 
-// Sums over the matrices before one.
+// Sums over matrices.
 struct Sums {
+    u32 parts;  // of one strip
     u32 rows;   // padded
     u32 blocks; // along the columns
     u32 words;
@@ -171,12 +175,22 @@ template <class P, class M> DEVICE void place_scales(P& part, const M& m, u32 nu
     part.column_scales.block_stride = IS_ROW_MAJOR ? STORED_BYTES : column_stride;
 }
 
-// Cuts `l` of the parts of a matrix: strips of columns one after the other, parts of a strip from top to bottom, as even as whole tiles allow.
+// Rows at whose multiples parts end (derived: a sector of 32 bytes; blocks with a scale are whole).
+constexpr u32 CUT_ROWS = HAS_SCALES ? TILE_ROWS : 32;
+static_assert(GROUP_ROWS % CUT_ROWS == 0, "The largest part is made of such rows.");
+
+// Cuts `l` of the parts of a matrix: strips of columns one after the other, parts of a strip from top to bottom, as even as can be.
 DEVICE void cut(Part& part, const Matrix& m, u32 matrix, u32 num_valid, u32 num_rows, u32 l, const Sums& before) {
-    const u32 num_down = quotient_up(num_rows, GROUP_ROWS), strip = l / num_down, k = l % num_down;
-    const u32 units = quotient_up(num_rows, TILE_ROWS), least = units / num_down, larger = units % num_down;
-    const u32 first_row = (k * least + (k < larger ? k : larger)) * TILE_ROWS, reach = first_row + (least + (k < larger)) * TILE_ROWS;
-    const u32 end = reach < num_rows ? reach : num_rows;
+    const u32 num_down = quotient_up(num_rows, GROUP_ROWS);
+    u32 strip = l, k = 0, first_row = 0, end = num_rows;
+    if (num_down > 1) {
+        const u32 units = quotient_up(num_rows, CUT_ROWS), least = units / num_down, larger = units % num_down;
+        strip = l / num_down;
+        k = l % num_down;
+        first_row = (k * least + (k < larger ? k : larger)) * CUT_ROWS;
+        const u32 reach = first_row + (least + (k < larger)) * CUT_ROWS;
+        end = reach < num_rows ? reach : num_rows;
+    }
     const u32 first_column = strip * TILE_COLUMNS, left = m.num_columns - first_column;
     const u32 num_columns = left < TILE_COLUMNS ? left : TILE_COLUMNS;
     part.matrix = matrix;
@@ -219,155 +233,126 @@ DEVICE void find_in_list(const Parameters& p, u32 part, Part& found) {
     cut(found, m, first, m.num_rows, padded(p, m.num_rows), part - m.first_part, Sums{});
 }
 
-constexpr u32 LOOKS = 8; // matrices that a lane looks at at once (derived: 256 in all, which few layers exceed; their loads are under way together)
-constexpr u32 LOOK = 32 * LOOKS;
-
-// Starts and ends of matrices first + lane, first + lane + 32, ...; of the last matrix where there are no more.
-template <class T> DEVICE void load_offsets(const void* offsets, u32 first, u32 num_matrices, i64 (&starts)[LOOKS], i64 (&ends)[LOOKS]) {
-#pragma unroll
-    for (u32 j = 0; j < LOOKS; j++) {
-        const u32 i = first + j * 32 + thread_idx() % 32, at = i < num_matrices ? i : num_matrices - 1;
-        starts[j] = ((const T*)offsets)[at];
-        ends[j] = ((const T*)offsets)[at + 1];
-    }
+DEVICE i64 offset_of(const Parameters& p, u32 i) {
+    return p.flags & OFFSETS_ARE_64_BITS ? ((const i64*)p.offsets)[i] : ((const i32*)p.offsets)[i];
 }
 
-// Finds the part of a group: by 32 threads, so that no barrier stands between the loads of the offsets and the result. A group has no parts when its offsets are not
-// what they must be: nothing is read or written outside of the buffers.
-DEVICE void find_in_group(const Parameters& p, u32 nth, Part& found) {
-    const u32 lane = thread_idx() % 32, num_matrices = p.num_matrices, num_strips = p.num_strips;
-    const Matrix& all = p.matrices[0];
-    const bool has_sums = HAS_SCALES || p.pad_rows > 1; // without padding the offsets are the sums of rows
-    const bool is_short = num_matrices <= LOOK;
-    u32 num_parts = 0, status = 0;
-    // Twice when one look does not take all matrices in: the number of parts decides which is this block's.
-    for (u32 pass = is_short ? 1 : 0; pass < 2; pass++) {
-        u32 parts_before = 0; // of one strip
-        Sums own_before = {}; // of this lane's matrices
-        for (u32 first = 0; first < num_matrices; first += LOOK) {
-            i64 starts[LOOKS], ends[LOOKS];
-            if (p.flags & OFFSETS_ARE_64_BITS) {
-                load_offsets<i64>(p.offsets, first, num_matrices, starts, ends);
-            } else {
-                load_offsets<i32>(p.offsets, first, num_matrices, starts, ends);
-            }
-            u32 num_rows[LOOKS], parts_of_look[LOOKS];
-            if (pass == 0 || is_short) {
-                bool is_wrong = false;
-                Sums own = own_before;
-#pragma unroll
-                for (u32 j = 0; j < LOOKS; j++) {
-                    const u32 i = first + j * 32 + lane, rows = i < num_matrices ? padded(p, (u32)(ends[j] - starts[j])) : 0;
-                    is_wrong = is_wrong || ends[j] < starts[j] || ends[j] > (i64)all.num_rows || (i == 0 && starts[j] != 0);
-                    own.rows += rows;
-                    own.blocks += blocks_of(rows);
-                    own.words += quotient_up(blocks_of(rows), SCALES_OF_WORD);
-                }
-                status |= greatest_of_group(is_wrong) ? BAD_OFFSETS : 0;
-                const bool is_end = first + LOOK >= num_matrices;
-                if (is_end) {
-                    const u32 last = (num_matrices - 1) % LOOK / 32; // its ends in every lane from the last matrix on
-                    i64 end = ends[0];
-#pragma unroll
-                    for (u32 j = 1; j < LOOKS; j++) {
-                        end = j == last ? ends[j] : end;
-                    }
-                    const u64 rows = has_sums ? sum_of_group(own.rows) : value_of((u32)end, 31);
-                    bool is_long = rows > p.row_capacity;
-                    if constexpr (HAS_SCALES) {
-                        is_long = is_long || sum_of_group(own.blocks) > p.block_capacity || sum_of_group(own.words) > p.word_capacity;
-                    }
-                    status |= is_long ? SHORT_OUTPUTS : 0;
-                }
-                if (pass == 0) {
-                    own_before = own;
-                }
-            }
-#pragma unroll
-            for (u32 j = 0; j < LOOKS; j++) {
-                const u32 i = first + j * 32 + lane;
-                num_rows[j] = i < num_matrices ? (u32)(ends[j] - starts[j]) : 0;
-                parts_of_look[j] = sum_of_group(quotient_up(padded(p, num_rows[j]), GROUP_ROWS));
-            }
-            if (pass == 0 || is_short) {
-#pragma unroll
-                for (u32 j = 0; j < LOOKS; j++) {
-                    num_parts += parts_of_look[j] * num_strips;
-                }
-            }
-            if (pass == 0) {
-                continue;
-            }
-            const u32 part = status == 0 ? part_of_block(p, nth, num_parts) : NO_PART;
-            if (part == NO_PART) {
-                break;
-            }
-            // The 32 matrices that it is among.
-            u32 look = LOOKS, rows = 0, start = 0, parts = 0;
-#pragma unroll
-            for (u32 j = 0; j < LOOKS; j++) {
-                const u32 first_part = parts_before * num_strips;
-                if (look == LOOKS) {
-                    if (part - first_part < parts_of_look[j] * num_strips) {
-                        look = j;
-                        rows = num_rows[j];
-                        start = (u32)starts[j];
-                        parts = parts_before;
-                    } else if (has_sums) {
-                        const u32 in_all = padded(p, num_rows[j]);
-                        own_before.rows += in_all;
-                        own_before.blocks += blocks_of(in_all);
-                        own_before.words += quotient_up(blocks_of(in_all), SCALES_OF_WORD);
-                    }
-                }
-                parts_before += parts_of_look[j];
-            }
-            if (look == LOOKS) {
-                continue;
-            }
-            const u32 in_all = padded(p, rows), own = quotient_up(in_all, GROUP_ROWS), up_to = sum_up_to(own, lane);
-            const bool is_mine = part - (parts + up_to - own) * num_strips < own * num_strips;
-            const u32 from = greatest_of_group(is_mine ? lane : 0), l = part - (parts + value_of(up_to - own, from)) * num_strips;
-            const u32 of_matrix = value_of(rows, from), first_row = value_of(start, from);
-            Sums before = {first_row, 0, 0};
-            if (has_sums) {
-                const bool is_before = lane < from;
-                before.rows = sum_of_group(own_before.rows + (is_before ? in_all : 0));
-                if constexpr (HAS_SCALES) {
-                    before.blocks = sum_of_group(own_before.blocks + (is_before ? blocks_of(in_all) : 0));
-                    before.words = sum_of_group(own_before.words + (is_before ? quotient_up(blocks_of(in_all), SCALES_OF_WORD) : 0));
-                }
-            }
-            if (lane == 0) {
-                const u32 in_copies = padded(p, of_matrix);
-                Matrix m = all;
-                m.x += first_row * m.x_stride;
-                m.row += before.rows * m.row_stride;
-                m.column += (u64)before.rows * m.num_columns * OUT;
-                m.column_stride = (u64)in_copies * OUT;
-                cut(found, m, first + look * 32 + from, of_matrix, in_copies, l, before);
-            }
-            return;
-        }
-    }
-    if (lane == 0) {
-        found.matrix = NO_PART;
-        found.status = status;
-    }
-}
+// What 32 threads found of a group's matrices, for each such 32.
+struct Found {
+    Sums sums[NUM_GROUPS];
+    u32 status[NUM_GROUPS];
+    // Of the whole search.
+    u32 has_more; // another part behind the one that was found
+    u32 status_of_all;
+};
 
 // Finds part `nth` of this block; false when there is none. All threads take part; ends with a barrier.
-DEVICE bool locate(const Parameters& p, u32 nth, Part& found) {
-    if (LIST && nth > 0) {
-        return false;
-    }
-    if (LIST ? thread_idx() == 0 : thread_idx() < 32) {
-        if constexpr (LIST) {
+//
+// Each thread looks at one matrix (of more matrices at one in NUM_THREADS), and the one whose matrix has the part cuts it: what counts is the time until the
+// block's first load. A group has no parts when its offsets are not what they must be: nothing is read or written outside of the buffers.
+DEVICE bool locate(const Parameters& p, u32 nth, Found& shared, Part& found) {
+    const u32 thread = thread_idx(), lane = thread % 32, group = thread / 32;
+    if constexpr (LIST) {
+        if (thread == 0) {
             find_in_list(p, block_idx_x(), found);
-        } else {
-            find_in_group(p, nth, found);
+            shared.has_more = 0;
+        }
+        block_barrier();
+        return true;
+    }
+    const Matrix& all = p.matrices[0];
+    const u32 num_strips = p.num_strips;
+    const bool has_sums = HAS_SCALES || p.pad_rows > 1; // without padding the offsets are the sums of rows
+    const bool is_short = p.num_matrices <= NUM_THREADS;
+    Sums total = {};
+    u32 status = 0, part = NO_PART;
+    // Twice when there are more matrices than threads: the number of parts decides which are this block's.
+    for (u32 pass = is_short ? 1 : 0; pass < 2; pass++) {
+        Sums before = {};
+        for (u32 first = 0; first < p.num_matrices; first += NUM_THREADS) {
+            const u32 i = first + thread;
+            u32 start = 0, num_rows = 0, wrong = 0;
+            Sums own = {};
+            if (i < p.num_matrices) {
+                const i64 at = offset_of(p, i), next = offset_of(p, i + 1);
+                const bool is_long = !has_sums && (u64)next > p.row_capacity;
+                wrong = next < at || next > (i64)all.num_rows || (i == 0 && at != 0) ? BAD_OFFSETS : is_long ? SHORT_OUTPUTS : 0;
+                start = (u32)at;
+                num_rows = (u32)(next - at);
+                own.rows = padded(p, num_rows);
+                own.parts = quotient_up(own.rows, GROUP_ROWS);
+                own.blocks = blocks_of(own.rows);
+                own.words = quotient_up(own.blocks, SCALES_OF_WORD);
+            }
+            Sums of_group = {sum_of_group(own.parts), 0, 0, 0};
+            if (has_sums) {
+                of_group.rows = sum_of_group(own.rows);
+            }
+            if constexpr (HAS_SCALES) {
+                of_group.blocks = sum_of_group(own.blocks);
+                of_group.words = sum_of_group(own.words);
+            }
+            wrong = greatest_of_group(wrong);
+            if (lane == 0) {
+                shared.sums[group] = of_group;
+                shared.status[group] = wrong;
+            }
+            block_barrier();
+            Sums sums = before; // of the matrices before those of this thread's group
+#pragma unroll
+            for (u32 g = 0; g < NUM_GROUPS; g++) {
+                const Sums others = shared.sums[g];
+                status = shared.status[g] > status ? shared.status[g] : status;
+                before.parts += others.parts;
+                sums.parts += g < group ? others.parts : 0;
+                if (has_sums) {
+                    before.rows += others.rows;
+                    sums.rows += g < group ? others.rows : 0;
+                }
+                if constexpr (HAS_SCALES) {
+                    before.blocks += others.blocks;
+                    before.words += others.words;
+                    sums.blocks += g < group ? others.blocks : 0;
+                    sums.words += g < group ? others.words : 0;
+                }
+            }
+            if (first + NUM_THREADS >= p.num_matrices && (is_short || pass == 0)) {
+                total = before;
+                const bool is_long = total.rows > p.row_capacity || total.blocks > p.block_capacity || total.words > p.word_capacity;
+                status = status == 0 && is_long ? SHORT_OUTPUTS : status;
+            }
+            if (pass == 1) {
+                const Share share = share_of_block(p, total.parts * num_strips);
+                part = status == 0 && nth < share.num ? share.first + nth : NO_PART;
+                if (thread == 0) {
+                    shared.has_more = part != NO_PART && nth + 1 < share.num;
+                    shared.status_of_all = status;
+                }
+                const u32 in_group = part - sums.parts * num_strips;
+                if (part != NO_PART && part >= sums.parts * num_strips && in_group < of_group.parts * num_strips) {
+                    // Not many threads come here: one group of 32.
+                    const u32 parts_before = sum_up_to(own.parts, lane) - own.parts, l = in_group - parts_before * num_strips;
+                    if (has_sums) {
+                        sums.rows += sum_up_to(own.rows, lane) - own.rows;
+                    } else {
+                        sums.rows = start;
+                    }
+                    if constexpr (HAS_SCALES) {
+                        sums.blocks += sum_up_to(own.blocks, lane) - own.blocks;
+                        sums.words += sum_up_to(own.words, lane) - own.words;
+                    }
+                    if (in_group >= parts_before * num_strips && l < own.parts * num_strips) {
+                        Matrix m = all;
+                        m.x += start * m.x_stride;
+                        m.row += sums.rows * m.row_stride;
+                        m.column += (u64)sums.rows * m.num_columns * OUT;
+                        m.column_stride = (u64)own.rows * OUT;
+                        cut(found, m, i, num_rows, own.rows, l, sums);
+                    }
+                }
+            }
+            block_barrier();
         }
     }
-    block_barrier();
-    return found.matrix != NO_PART;
+    return part != NO_PART;
 }

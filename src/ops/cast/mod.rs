@@ -74,7 +74,17 @@ pub struct Operands<'a> {
 impl<'a> Operands<'a> {
     /// An input without outputs; add at least one of [`row`](Self::row) and [`column`](Self::column).
     pub fn new(x: TensorView<'a>) -> Self {
-        Operands { x, scale: None, row: None, column: None, row_scales: None, column_scales: None, amax: None, scale_inv: None, status: None }
+        Operands {
+            x,
+            scale: None,
+            row: None,
+            column: None,
+            row_scales: None,
+            column_scales: None,
+            amax: None,
+            scale_inv: None,
+            status: None,
+        }
     }
 
     /// With given scales.

@@ -76,6 +76,7 @@ template <bool WHOLE> DEVICE void cast_patch(const PatchAt& at, float scale, u32
 
 KERNEL_FITTING(NUM_THREADS, BLOCKS) cast_tile(PARAMETERS(Parameters) p) {
     SHARED Part found;
+    SHARED Found search;
     SHARED u32 scratch[NUM_GROUPS];
     wait_for_dependencies();
     if (is_noop(p)) {
@@ -86,7 +87,7 @@ KERNEL_FITTING(NUM_THREADS, BLOCKS) cast_tile(PARAMETERS(Parameters) p) {
     if (block_idx_x() == 0) {
         store_inverses(p);
     }
-    for (u32 nth = 0; locate(p, nth, found); nth++) {
+    for (u32 nth = 0; locate(p, nth, search, found); nth++) {
         const Matrix& m = p.matrices[LIST ? found.matrix : 0];
         const u32 num_rows = found.num_rows, num_valid = found.num_valid, matrix = found.matrix;
         const float scale = scale_of(p, m.scale, LIST ? 0 : matrix);
@@ -132,8 +133,11 @@ KERNEL_FITTING(NUM_THREADS, BLOCKS) cast_tile(PARAMETERS(Parameters) p) {
         if (COLUMN) {
             store_columns(columns, shared_tile);
         }
+        if (!search.has_more) {
+            break;
+        }
     }
     if (!LIST && block_idx_x() == 0 && thread == 0 && p.status != nullptr) {
-        *p.status = found.status;
+        *p.status = search.status_of_all;
     }
 }
