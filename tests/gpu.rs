@@ -6,6 +6,8 @@ use std::sync::{PoisonError, RwLock};
 use libtest_mimic::{Failed, Trial};
 use moe_kernels::gpu::{Device, Nvrtc, Stream};
 
+#[cfg(feature = "cuda-cast")]
+mod cast;
 pub mod child;
 mod compile;
 mod costs;
@@ -44,11 +46,15 @@ pub fn trials() -> Vec<Trial> {
     let has_gpu = has_compiler && Device::count().is_ok_and(|num| num > 0);
     let modules: [&[(&str, Needs, Test)]; 8] =
         [compile::TRIALS, costs::TRIALS, entries::TRIALS, gate::TRIALS, graphs::TRIALS, launches::TRIALS, memory::TRIALS, streams::TRIALS];
+    #[cfg(not(feature = "cuda-cast"))]
+    let casts: &[(&str, Needs, Test)] = &[];
+    #[cfg(feature = "cuda-cast")]
+    let casts = cast::TRIALS;
     #[cfg(not(feature = "cudarc"))]
     let adapters: &[(&str, Needs, Test)] = &[];
     #[cfg(feature = "cudarc")]
     let adapters = cudarc::TRIALS;
-    let all = modules.into_iter().flatten().chain(adapters).copied();
+    let all = modules.into_iter().flatten().chain(casts).chain(adapters).copied();
     all.map(|(name, needs, test)| {
         let is_possible = match needs {
             Needs::Gpu | Needs::GpuAlone => has_gpu,

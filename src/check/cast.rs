@@ -184,11 +184,11 @@ fn every_pattern(backend: &Backend, from: DType) -> Result<usize, Failed> {
     Ok(num_cases)
 }
 
-/// 1 to 300 matrices, more than are shared out at once, with empty ones among them.
+/// 1 to 1100 matrices, more than are shared out at once, with empty ones among them.
 fn many_matrices(backend: &Backend) -> Result<usize, Failed> {
     let variants = variants(backend)?;
     let mut num_cases = 0;
-    for num in [1, 2, 127, 128, 129, 300] {
+    for num in [1, 2, 127, 128, 129, 300, 1100] {
         let rows = |i: usize| if i % 5 == 3 { 0 } else { i % 23 };
         let shapes: Vec<_> = (0..num).map(|i| [rows(i), (i * 7) % 41]).collect();
         num_cases += Case::new(DType::BF16, DType::E4M3, shapes, Scaling::Given).run(&variants)?;

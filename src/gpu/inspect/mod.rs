@@ -41,6 +41,7 @@ pub fn catalogue() -> Vec<Program> {
         ops::cast::programs,
         || CeilingSpec::ALL.iter().map(Spec::program).collect(),
         super::plain::programs,
+        super::plain_cast::programs,
     ];
     all.iter().flat_map(|programs| programs()).collect()
 }

@@ -153,14 +153,6 @@ enum Kind {
     },
 }
 
-impl Variant {
-    /// `SEAM_ROWS` of patch.cuh.
-    fn seam_rows(&self) -> u32 {
-        let has_columns = matches!(self.kind, Kind::Tiles { column: true, .. });
-        if has_columns && self.to.size() == 1 && !matches!(self.scales, Scales::Blocks { .. }) { tuning::SEAM_ROWS } else { 0 }
-    }
-}
-
 impl Spec for Variant {
     fn program(&self) -> Program {
         let Variant { kind, from, to, list, scales, tile } = *self;
@@ -184,7 +176,7 @@ impl Spec for Variant {
         ];
         let (types, scale) = (format!("{from} to {to}"), scales.name());
         let Kind::Tiles { row, column, aligned } = kind else {
-            constants.extend([Constant::Bool("FINISH", kind == Kind::After), Constant::Bool("COLUMN", false)]);
+            constants.push(Constant::Bool("FINISH", kind == Kind::After));
             return Program {
                 name: format!("cast matrices {types}, {}, {scale}, {form}", if kind == Kind::After { "after" } else { "before" }),
                 entry: "cast_matrices",
@@ -222,9 +214,9 @@ impl Spec for Variant {
             entry,
             sources,
             constants,
-            threads: tile.threads(self.seam_rows()),
-            smem_bytes: if column { tile.smem_bytes(to, self.seam_rows()) } else { 0 },
-            max_registers: tile.max_registers(self.seam_rows()),
+            threads: tile.threads(),
+            smem_bytes: if column { tile.smem_bytes(to) } else { 0 },
+            max_registers: tile.max_registers(),
             // Tiles that count on instructions for FP8 are for where they are.
             targets: if to.is_fp8() && tile.blocks > 1 { Targets::Hopper } else { Targets::All },
         }
@@ -497,7 +489,7 @@ fn capacities(known: &Known, all: &Operands<'_>, columns: usize) -> [u64; 3] {
         rows = rows.min(row.shape()[0]);
     }
     if let Some(column) = &all.column {
-        rows = rows.min(column.shape()[0] / columns.max(1));
+        rows = rows.min(column.shape()[0].checked_div(columns).unwrap_or(usize::MAX));
     }
     if let Scaling::Block { block, layout, .. } = known.scaling {
         let (lines, _) = block.extents();
@@ -509,7 +501,7 @@ fn capacities(known: &Known, all: &Operands<'_>, columns: usize) -> [u64; 3] {
         if let Some(scales) = &all.column_scales {
             let held = scales.shape()[0];
             match layout {
-                ScaleLayout::RowMajor => blocks = blocks.min(held / columns.div_ceil(lines).max(1)),
+                ScaleLayout::RowMajor => blocks = blocks.min(held.checked_div(columns.div_ceil(lines)).unwrap_or(usize::MAX)),
                 ScaleLayout::ColumnMajor => blocks = blocks.min(held),
                 ScaleLayout::PackedE8m0 => words = words.min(held),
             }
@@ -528,6 +520,10 @@ fn too_many_parts() -> Error {
 /// Rows and columns as the kernels count them.
 fn extents(x: &TensorView<'_>) -> Result<[u32; 2], (String, &'static str)> {
     let number = |extent: usize| u32::try_from(extent).ok().filter(|extent| *extent < 1 << 30);
+    let row_bytes = x.strides().first().copied().unwrap_or(0).saturating_mul(x.dtype().size());
+    if row_bytes > u32::MAX as usize {
+        return Err((format!("with rows {row_bytes} bytes apart"), "rows less than 2^32 bytes apart on a gpu"));
+    }
     match (number(x.shape()[0]), number(x.shape()[1])) {
         (Some(rows), Some(columns)) => Ok([rows, columns]),
         _ => Err((format!("of shape {:?}", x.shape()), "extents below 2^30 on a gpu")),
@@ -580,9 +576,7 @@ impl Call<'_> {
         let variant = Variant { kind, from: self.known.from, to: self.known.to, list: self.list, scales, tile: self.tile };
         let (num_blocks, threads, smem_bytes) = match kind {
             Kind::Tiles { column, .. } => {
-                let seam_rows = variant.seam_rows();
-                let smem_bytes = if column { self.tile.smem_bytes(self.known.to, seam_rows) } else { 0 };
-                (parameters.num_blocks, self.tile.threads(seam_rows), smem_bytes)
+                (parameters.num_blocks, self.tile.threads(), if column { self.tile.smem_bytes(self.known.to) } else { 0 })
             }
             Kind::Before | Kind::After => (parameters.num_matrices.div_ceil(MATRIX_THREADS), MATRIX_THREADS, 0),
         };

@@ -93,24 +93,15 @@ template <> struct PartScales<true> {
 
 // What a block casts: some rows of some columns of a matrix.
 struct Part : PartScales<HAS_SCALES> {
-    const u8* x;
-    u8* row;
-    u8* column;
-    u64 column_stride;
     u32 matrix;
-    u32 num_rows;  // padding included
-    u32 num_valid; // of the matrix, without it
-    u32 num_columns;
+    u32 start;     // group: its first row in x
+    u32 before;    // group: its first row in the copies, padding included
+    u32 num_valid; // its rows
+    u32 height;    // its rows, padding included
     u32 first_row;
+    u32 num_rows; // of the part, padding included
     u32 first_column;
-    u32 seam;          // enum Seam
-    u32 first_foreign; // columns from here on leave the sector of memory in which they start to the part that ends in it
-    u32 num_extended;  // columns before this one fill the sector in which they end
 };
-
-// A sector of 32 bytes (spec: NVIDIA) that two parts write is slow. Where columns end within one, a part casts SEAM_ROWS more rows, for the shared tile only:
-// those below it or, at the end of a matrix whose columns lie one behind the other, the first ones, which are the next column's.
-enum Seam { NO_SEAM, SEAM_BELOW, SEAM_AT_TOP };
 
 DEVICE u32 quotient_up(u32 a, u32 b) {
     return a / b + (a % b != 0);
@@ -179,58 +170,58 @@ template <class P, class M> DEVICE void place_scales(P& part, const M& m, u32 nu
 constexpr u32 CUT_ROWS = HAS_SCALES ? TILE_ROWS : 32;
 static_assert(GROUP_ROWS % CUT_ROWS == 0, "The largest part is made of such rows.");
 
-// Cuts `l` of the parts of a matrix: strips of columns one after the other, parts of a strip from top to bottom, as even as can be.
-DEVICE void cut(Part& part, const Matrix& m, u32 matrix, u32 num_valid, u32 num_rows, u32 l, const Sums& before) {
-    const u32 num_down = quotient_up(num_rows, GROUP_ROWS);
-    u32 strip = l, k = 0, first_row = 0, end = num_rows;
+// Cuts `l` of the parts of a matrix of part.height rows: strips of columns one after the other, parts of a strip from top to bottom, as even as can be.
+DEVICE void cut(Part& part, u32 l) {
+    const u32 num_down = quotient_up(part.height, GROUP_ROWS);
+    u32 strip = l, first_row = 0, end = part.height;
     if (num_down > 1) {
-        const u32 units = quotient_up(num_rows, CUT_ROWS), least = units / num_down, larger = units % num_down;
+        const u32 units = quotient_up(part.height, CUT_ROWS), least = units / num_down, larger = units % num_down;
         strip = l / num_down;
-        k = l % num_down;
+        const u32 k = l % num_down;
         first_row = (k * least + (k < larger ? k : larger)) * CUT_ROWS;
         const u32 reach = first_row + (least + (k < larger)) * CUT_ROWS;
-        end = reach < num_rows ? reach : num_rows;
+        end = reach < part.height ? reach : part.height;
     }
-    const u32 first_column = strip * TILE_COLUMNS, left = m.num_columns - first_column;
-    const u32 num_columns = left < TILE_COLUMNS ? left : TILE_COLUMNS;
-    part.matrix = matrix;
     part.first_row = first_row;
-    part.first_column = first_column;
     part.num_rows = end - first_row;
-    part.num_valid = num_valid;
-    part.num_columns = num_columns;
-    part.x = m.x + first_row * m.x_stride + first_column * IN;
-    part.row = m.row + first_row * m.row_stride + first_column * OUT;
-    part.column_stride = m.column_stride;
-    part.column = m.column + first_column * m.column_stride + first_row * OUT;
-    if constexpr (SEAM_ROWS > 0) {
-        const u32 ends = (u32)(u64)m.column | (u32)m.column_stride;
-        const bool is_cut = num_down > 1 && ((ends | num_rows * OUT) & 15) == 0 && (ends & 16) != 0; // 16: derived, half a sector
-        const bool is_dense = m.column_stride == (u64)num_rows * OUT, is_last = k + 1 == num_down;
-        part.seam = !is_cut ? NO_SEAM : !is_last ? SEAM_BELOW : is_dense ? SEAM_AT_TOP : NO_SEAM;
-        part.first_foreign = !is_cut ? TILE_COLUMNS : k > 0 ? 0 : is_dense ? 1 : TILE_COLUMNS;
-        part.num_extended = !is_cut ? 0 : !is_last ? num_columns : is_dense ? num_columns - 1 : 0;
-    } else {
-        part.seam = NO_SEAM;
-        part.first_foreign = TILE_COLUMNS;
-        part.num_extended = 0;
-    }
-    if constexpr (HAS_SCALES) {
-        place_scales(part, m, num_rows, before);
-    }
+    part.first_column = strip * TILE_COLUMNS;
 }
 
-// The matrix of a list that a part belongs to.
-DEVICE void find_in_list(const Parameters& p, u32 part, Part& found) {
+// Where the tensors of a part's matrix begin, and where its columns lie.
+DEVICE const u8* input_of(const Matrix& m, const Part& part) {
+    return m.x + (u64)part.start * (u32)m.x_stride;
+}
+DEVICE u8* rows_of(const Matrix& m, const Part& part) {
+    return m.row + (u64)part.before * (u32)m.row_stride;
+}
+DEVICE u64 column_stride_of(const Matrix& m, const Part& part) {
+    return LIST ? m.column_stride : (u64)part.height * OUT;
+}
+DEVICE u8* columns_of(const Matrix& m, const Part& part) {
+    return m.column + (u64)part.before * (m.num_columns * OUT) + part.first_column * column_stride_of(m, part) + part.first_row * OUT;
+}
+
+// The part of a list: thread 0.
+DEVICE void find_in_list(const Parameters& p, u32 l, Part& found) {
     u32 first = 0, end = p.num_matrices;
     while (first + 1 < end) {
         const u32 middle = (first + end) / 2;
-        const bool is_before = p.matrices[middle].first_part <= part;
+        const bool is_before = p.matrices[middle].first_part <= l;
         first = is_before ? middle : first;
         end = is_before ? end : middle;
     }
     const Matrix& m = p.matrices[first];
-    cut(found, m, first, m.num_rows, padded(p, m.num_rows), part - m.first_part, Sums{});
+    Part part;
+    part.matrix = first;
+    part.start = 0;
+    part.before = 0;
+    part.num_valid = m.num_rows;
+    part.height = padded(p, m.num_rows);
+    cut(part, l - m.first_part);
+    if constexpr (HAS_SCALES) {
+        place_scales(part, m, part.height, Sums{});
+    }
+    found = part;
 }
 
 DEVICE i64 offset_of(const Parameters& p, u32 i) {
@@ -239,8 +230,11 @@ DEVICE i64 offset_of(const Parameters& p, u32 i) {
 
 // What 32 threads found of a group's matrices, for each such 32.
 struct Found {
-    Sums sums[NUM_GROUPS];
-    u32 status[NUM_GROUPS];
+    alignas(16) u32 parts[NUM_GROUPS];
+    alignas(16) u32 rows[NUM_GROUPS];
+    alignas(16) u32 blocks[HAS_SCALES ? NUM_GROUPS : 1];
+    alignas(16) u32 words[HAS_SCALES ? NUM_GROUPS : 1];
+    alignas(16) u32 status[NUM_GROUPS];
     // Of the whole search.
     u32 has_more; // another part behind the one that was found
     u32 status_of_all;
@@ -264,19 +258,18 @@ DEVICE bool locate(const Parameters& p, u32 nth, Found& shared, Part& found) {
     const u32 num_strips = p.num_strips;
     const bool has_sums = HAS_SCALES || p.pad_rows > 1; // without padding the offsets are the sums of rows
     const bool is_short = p.num_matrices <= NUM_THREADS;
-    Sums total = {};
-    u32 status = 0, part = NO_PART;
+    u32 num_parts = 0, status = 0, part = NO_PART; // parts of one strip
     // Twice when there are more matrices than threads: the number of parts decides which are this block's.
     for (u32 pass = is_short ? 1 : 0; pass < 2; pass++) {
         Sums before = {};
         for (u32 first = 0; first < p.num_matrices; first += NUM_THREADS) {
             const u32 i = first + thread;
-            u32 start = 0, num_rows = 0, wrong = 0;
+            u32 start = 0, num_rows = 0, own_status = 0;
             Sums own = {};
             if (i < p.num_matrices) {
                 const i64 at = offset_of(p, i), next = offset_of(p, i + 1);
-                const bool is_long = !has_sums && (u64)next > p.row_capacity;
-                wrong = next < at || next > (i64)all.num_rows || (i == 0 && at != 0) ? BAD_OFFSETS : is_long ? SHORT_OUTPUTS : 0;
+                const bool is_bad = next < at || (u64)next > all.num_rows || (i == 0 && at != 0);
+                own_status = is_bad ? BAD_OFFSETS : !has_sums && (u64)next > p.row_capacity ? SHORT_OUTPUTS : 0;
                 start = (u32)at;
                 num_rows = (u32)(next - at);
                 own.rows = padded(p, num_rows);
@@ -284,70 +277,78 @@ DEVICE bool locate(const Parameters& p, u32 nth, Found& shared, Part& found) {
                 own.blocks = blocks_of(own.rows);
                 own.words = quotient_up(own.blocks, SCALES_OF_WORD);
             }
-            Sums of_group = {sum_of_group(own.parts), 0, 0, 0};
-            if (has_sums) {
-                of_group.rows = sum_of_group(own.rows);
-            }
-            if constexpr (HAS_SCALES) {
-                of_group.blocks = sum_of_group(own.blocks);
-                of_group.words = sum_of_group(own.words);
-            }
-            wrong = greatest_of_group(wrong);
+            const u32 parts_of_group = sum_of_group(own.parts), status_of_group = greatest_of_group(own_status);
             if (lane == 0) {
-                shared.sums[group] = of_group;
-                shared.status[group] = wrong;
+                shared.parts[group] = parts_of_group;
+                shared.status[group] = status_of_group;
+            }
+            if (has_sums) {
+                const u32 rows = sum_of_group(own.rows), blocks = HAS_SCALES ? sum_of_group(own.blocks) : 0, words = HAS_SCALES ? sum_of_group(own.words) : 0;
+                if (lane == 0) {
+                    shared.rows[group] = rows;
+                    if constexpr (HAS_SCALES) {
+                        shared.blocks[group] = blocks;
+                        shared.words[group] = words;
+                    }
+                }
             }
             block_barrier();
             Sums sums = before; // of the matrices before those of this thread's group
 #pragma unroll
             for (u32 g = 0; g < NUM_GROUPS; g++) {
-                const Sums others = shared.sums[g];
-                status = shared.status[g] > status ? shared.status[g] : status;
-                before.parts += others.parts;
-                sums.parts += g < group ? others.parts : 0;
-                if (has_sums) {
-                    before.rows += others.rows;
-                    sums.rows += g < group ? others.rows : 0;
-                }
-                if constexpr (HAS_SCALES) {
-                    before.blocks += others.blocks;
-                    before.words += others.words;
-                    sums.blocks += g < group ? others.blocks : 0;
-                    sums.words += g < group ? others.words : 0;
-                }
+                const u32 parts = shared.parts[g];
+                status |= shared.status[g];
+                before.parts += parts;
+                sums.parts += g < group ? parts : 0;
             }
-            if (first + NUM_THREADS >= p.num_matrices && (is_short || pass == 0)) {
-                total = before;
-                const bool is_long = total.rows > p.row_capacity || total.blocks > p.block_capacity || total.words > p.word_capacity;
-                status = status == 0 && is_long ? SHORT_OUTPUTS : status;
+            if (has_sums) {
+#pragma unroll
+                for (u32 g = 0; g < NUM_GROUPS; g++) {
+                    before.rows += shared.rows[g];
+                    sums.rows += g < group ? shared.rows[g] : 0;
+                    if constexpr (HAS_SCALES) {
+                        before.blocks += shared.blocks[g];
+                        before.words += shared.words[g];
+                        sums.blocks += g < group ? shared.blocks[g] : 0;
+                        sums.words += g < group ? shared.words[g] : 0;
+                    }
+                }
+                const bool is_long = before.rows > p.row_capacity || before.blocks > p.block_capacity || before.words > p.word_capacity;
+                status |= is_long ? SHORT_OUTPUTS : 0;
+            }
+            if (is_short || pass == 0) {
+                num_parts = before.parts;
             }
             if (pass == 1) {
-                const Share share = share_of_block(p, total.parts * num_strips);
+                const Share share = share_of_block(p, num_parts * num_strips);
                 part = status == 0 && nth < share.num ? share.first + nth : NO_PART;
                 if (thread == 0) {
                     shared.has_more = part != NO_PART && nth + 1 < share.num;
-                    shared.status_of_all = status;
+                    shared.status_of_all = status & BAD_OFFSETS ? BAD_OFFSETS : status;
                 }
                 const u32 in_group = part - sums.parts * num_strips;
-                if (part != NO_PART && part >= sums.parts * num_strips && in_group < of_group.parts * num_strips) {
+                if (part != NO_PART && part >= sums.parts * num_strips && in_group < parts_of_group * num_strips) {
                     // Not many threads come here: one group of 32.
-                    const u32 parts_before = sum_up_to(own.parts, lane) - own.parts, l = in_group - parts_before * num_strips;
+                    const u32 parts_before = (sum_up_to(own.parts, lane) - own.parts) * num_strips, l = in_group - parts_before;
                     if (has_sums) {
                         sums.rows += sum_up_to(own.rows, lane) - own.rows;
-                    } else {
-                        sums.rows = start;
+                        if constexpr (HAS_SCALES) {
+                            sums.blocks += sum_up_to(own.blocks, lane) - own.blocks;
+                            sums.words += sum_up_to(own.words, lane) - own.words;
+                        }
                     }
-                    if constexpr (HAS_SCALES) {
-                        sums.blocks += sum_up_to(own.blocks, lane) - own.blocks;
-                        sums.words += sum_up_to(own.words, lane) - own.words;
-                    }
-                    if (in_group >= parts_before * num_strips && l < own.parts * num_strips) {
-                        Matrix m = all;
-                        m.x += start * m.x_stride;
-                        m.row += sums.rows * m.row_stride;
-                        m.column += (u64)sums.rows * m.num_columns * OUT;
-                        m.column_stride = (u64)own.rows * OUT;
-                        cut(found, m, i, num_rows, own.rows, l, sums);
+                    if (in_group >= parts_before && l < own.parts * num_strips) {
+                        Part own_part;
+                        own_part.matrix = i;
+                        own_part.start = start;
+                        own_part.before = has_sums ? sums.rows : start;
+                        own_part.num_valid = num_rows;
+                        own_part.height = own.rows;
+                        cut(own_part, l);
+                        if constexpr (HAS_SCALES) {
+                            place_scales(own_part, all, own.rows, sums);
+                        }
+                        found = own_part;
                     }
                 }
             }

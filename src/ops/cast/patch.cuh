@@ -1,14 +1,12 @@
 // Patches: 8 x 8 elements that a thread loads, scales, rounds, and passes on by columns. Needs platform, float, fp8 and copy.
 //
-// Constants: FROM, TO (types), COLUMN (bool), TILE_ROWS, TILE_COLUMNS, TILES_DOWN, BLOCK_LENGTH.
+// Constants: FROM, TO (types), TILE_ROWS, TILE_COLUMNS, TILES_DOWN.
 
 constexpr u32 PATCH = 8; // derived: 8 elements of 16 bits are one vector of 16 bytes, 8 of 8 bits a unit of the shared tile
 constexpr u32 IN = sizeof(FROM);
 constexpr u32 OUT = sizeof(TO);
 constexpr u32 ACROSS = TILE_COLUMNS / PATCH;
-constexpr u32 SEAM_ROWS = COLUMN && OUT == 1 && BLOCK_LENGTH == 0 ? 16 : 0; // derived: half a sector of 32 bytes (see enum Seam)
-constexpr u32 PATCHES_DOWN = TILE_ROWS / PATCH;
-constexpr u32 NUM_THREADS = (PATCHES_DOWN + SEAM_ROWS / PATCH) * ACROSS;
+constexpr u32 NUM_THREADS = TILE_ROWS / PATCH * ACROSS;
 constexpr u32 NUM_GROUPS = NUM_THREADS / 32; // of 32 lanes
 constexpr u32 IN_WORDS = PATCH * IN / 4;
 constexpr u32 OUT_WORDS = PATCH * OUT / 4;
@@ -111,14 +109,16 @@ template <bool ALIGNED> DEVICE void load_patch(Patch& patch, const u8* x, u64 st
     }
 }
 
-// Loads a patch of whole vectors.
-DEVICE void load_whole_patch(Patch& patch, const u8* x, u64 stride) {
+// Loads rows `first` to `first` + 7 of whole vectors; where there are no more than `num` rows, the last of them again. All loads are under way before one is waited
+// for (measured: H200; with loads that depend on a predicate ptxas makes the last wait for the first).
+DEVICE void load_patch_of(Patch& patch, const u8* x, u32 stride, u32 first, u32 num) {
     Vec16 vector[PATCH][IN_WORDS / 4];
 #pragma unroll
     for (u32 r = 0; r < PATCH; r++) {
+        const u32 row = first + r < num ? first + r : num - 1;
 #pragma unroll
         for (u32 i = 0; i < IN_WORDS / 4; i++) {
-            vector[r][i] = load_uncached(x + r * stride + i * 16);
+            vector[r][i] = load_uncached(x + (u64)row * stride + i * 16);
         }
     }
 #pragma unroll
@@ -156,8 +156,8 @@ template <class FACTORS> DEVICE void narrow_row(const u32 (&in)[IN_WORDS], const
 // The transposed tile in shared memory: units of 8 bytes, all units of a column one after the other, but their numbers mixed so that neither lanes
 // beside each other in a row nor lanes along a column meet in a bank.
 
-constexpr u32 GROUP_ROWS = TILE_ROWS * TILES_DOWN;         // rows of a part at most
-constexpr u32 UNITS = (GROUP_ROWS + SEAM_ROWS) * OUT / 8; // of a column of the shared tile
+constexpr u32 GROUP_ROWS = TILE_ROWS * TILES_DOWN; // rows of a part at most
+constexpr u32 UNITS = GROUP_ROWS * OUT / 8;        // of a column of the shared tile
 static_assert(UNITS % 2 == 0, "Units are mixed in blocks of 16, which hold columns of one patch.");
 
 DEVICE u32 unit_at(u32 column, u32 unit) {
@@ -168,7 +168,7 @@ DEVICE u64 unit_of(u32 low, u32 high) {
     return low | (u64)high << 32;
 }
 
-// Passes on a patch of rounded elements: its columns from `column` on, the `down`-th from the top of the part. A column -1 is left out.
+// Passes on a patch of rounded elements: its columns from `column` on, the `down`-th from the top of the part.
 DEVICE void put_patch(u64* tile, const u32 (&rows)[PATCH][OUT_WORDS], u32 column, u32 down) {
     const u32 unit = down * OUT;
     if constexpr (OUT == 1) {
@@ -179,9 +179,7 @@ DEVICE void put_patch(u64* tile, const u32 (&rows)[PATCH][OUT_WORDS], u32 column
             transpose_bytes(rows[4][half], rows[5][half], rows[6][half], rows[7][half], lower[0], lower[1], lower[2], lower[3]);
 #pragma unroll
             for (u32 i = 0; i < 4; i++) {
-                if (SEAM_ROWS == 0 || half > 0 || i > 0 || column < TILE_COLUMNS) {
-                    tile[unit_at(column + half * 4 + i, unit)] = unit_of(upper[i], lower[i]);
-                }
+                tile[unit_at(column + half * 4 + i, unit)] = unit_of(upper[i], lower[i]);
             }
         }
     } else if constexpr (OUT == 2) {
@@ -240,77 +238,9 @@ DEVICE void store_edge(u8* to, const u64* tile, u32 column, u32 first, u32 end) 
     }
 }
 
-// Columns of the shared tile on their way to memory.
-struct Columns {
-    u8* to;
-    u64 stride;
-    u32 length; // of a column, in bytes
-    u32 num;
-    u32 first_foreign; // as in Part
-    u32 num_extended;
-    // Of this thread: where it begins, and how far it goes on each time, in vectors of all columns one after the other.
-    u32 column;
-    u32 vector;
-    u32 columns_on;
-    u32 vectors_on;
-};
-
-// Vectors of a column: those that cut columns have at most.
-DEVICE u32 vectors_of(const Columns& c) {
-    return c.length / 16 + (c.num_extended > 0 || c.first_foreign < c.num ? 1 : 0);
-}
-
-// What a thread needs to know before the columns are there: the divisions are over by then.
-template <class P> DEVICE Columns columns_of(const P& part) {
-    Columns c;
-    c.to = part.column;
-    c.stride = part.column_stride;
-    c.length = part.num_rows * OUT;
-    c.num = part.num_columns;
-    c.first_foreign = part.first_foreign;
-    c.num_extended = part.num_extended;
-    // The first threads of a warp start at a boundary of 128 bytes (derived: a line of the cache) when the columns lie one behind the other.
-    const u32 thread = thread_idx(), num_vectors = vectors_of(c), divisor = num_vectors > 0 ? num_vectors : 1, shift = (u32)((u64)c.to / 16) % 8;
-    const u32 start = thread < shift ? thread + NUM_THREADS - shift : thread - shift;
-    c.column = start / divisor;
-    c.vector = start % divisor;
-    c.columns_on = NUM_THREADS / divisor;
-    c.vectors_on = NUM_THREADS % divisor;
-    return c;
-}
-
-// Stores the columns of the tile. All threads take part.
-DEVICE void store_columns(const Columns& c, const u64* tile) {
-    u8* const to = c.to;
-    const u64 stride = c.stride;
-    const u32 length = c.length, num_columns = c.num;
-    if ((((u64)to | stride | length) & 15) == 0) {
-        const u32 num_vectors = vectors_of(c), num_whole = length / 16;
-        u32 column = c.column, vector = c.vector;
-        while (column < num_columns) {
-            u8* const start = to + column * stride;
-            // Sectors of two columns or parts belong to those that end in them.
-            const bool is_foreign = vector == 0 && column >= c.first_foreign && ((u64)start & 16) != 0;
-            const bool is_there = vector < num_whole || (column < c.num_extended && ((u64)(start + length) & 16) != 0);
-            if (is_there && !is_foreign) {
-                // Two units side by side, in either order.
-                const u32 unit = unit_at(column, vector * 2);
-                const Vec16 pair = *(const Vec16*)(tile + unit / 2 * 2);
-                const bool is_swapped = unit % 2 != 0;
-                const Vec16 ordered = {is_swapped ? pair.word[2] : pair.word[0], is_swapped ? pair.word[3] : pair.word[1],
-                                       is_swapped ? pair.word[0] : pair.word[2], is_swapped ? pair.word[1] : pair.word[3]};
-                store_streaming((Vec16*)(start + vector * 16), ordered);
-            }
-            column += c.columns_on;
-            vector += c.vectors_on;
-            if (vector >= num_vectors) {
-                vector -= num_vectors;
-                column++;
-            }
-        }
-        return;
-    }
-    // Vectors at boundaries of 16 bytes of the destination, one more than a column has: whole ones at once, the ends in pieces.
+// Columns that do not start and end at boundaries of 16 bytes. Vectors at such boundaries of the destination, one more than a column has: whole ones at once,
+// the ends in pieces.
+RARE void store_ragged_columns(u8* to, u64 stride, const u64* tile, u32 length, u32 num_columns) {
     const u32 num_vectors = (length + 15) / 16 + 1;
     for (u32 i = thread_idx(); i < num_vectors * num_columns; i += NUM_THREADS) {
         const u32 column = i / num_vectors, vector = i % num_vectors;
@@ -323,6 +253,48 @@ DEVICE void store_columns(const Columns& c, const u64* tile) {
             store_streaming((Vec16*)(start + first), Vec16{(u32)low, (u32)(low >> 32), (u32)high, (u32)(high >> 32)});
         } else {
             store_edge(start, tile, column, first, end);
+        }
+    }
+}
+
+// Where a thread begins among the vectors of all columns one after the other, and how far it goes on each time: known before the columns are there.
+struct Walk {
+    u32 num_vectors; // of a column
+    u32 column;
+    u32 vector;
+    u32 columns_on;
+    u32 vectors_on;
+};
+
+DEVICE Walk walk_of(const u8* to, u32 length) {
+    // The first threads of a warp start at a boundary of 128 bytes (derived: a line of the cache) when the columns lie one behind the other.
+    const u32 thread = thread_idx(), shift = (u32)((u64)to / 16) % 8, num_vectors = length >= 16 ? length / 16 : 1;
+    const u32 start = thread < shift ? thread + NUM_THREADS - shift : thread - shift;
+    Walk w = {num_vectors, start / num_vectors, 0, NUM_THREADS / num_vectors, 0};
+    w.vector = start - w.column * num_vectors;
+    w.vectors_on = NUM_THREADS - w.columns_on * num_vectors;
+    return w;
+}
+
+// Stores the columns of the tile, `length` bytes each, `stride` bytes apart. All threads take part.
+DEVICE void store_columns(u8* to, u64 stride, const u64* tile, u32 length, u32 num_columns, Walk w) {
+    if ((((u32)(u64)to | (u32)stride | length) & 15) != 0) {
+        store_ragged_columns(to, stride, tile, length, num_columns);
+        return;
+    }
+    while (w.column < num_columns) {
+        // Two units side by side, in either order.
+        const u32 unit = unit_at(w.column, w.vector * 2);
+        const Vec16 pair = *(const Vec16*)(tile + unit / 2 * 2);
+        const bool is_swapped = unit % 2 != 0;
+        const Vec16 ordered = {is_swapped ? pair.word[2] : pair.word[0], is_swapped ? pair.word[3] : pair.word[1],
+                               is_swapped ? pair.word[0] : pair.word[2], is_swapped ? pair.word[1] : pair.word[3]};
+        store_streaming((Vec16*)(to + w.column * stride + w.vector * 16), ordered);
+        w.column += w.columns_on;
+        w.vector += w.vectors_on;
+        if (w.vector >= w.num_vectors) {
+            w.vector -= w.num_vectors;
+            w.column++;
         }
     }
 }

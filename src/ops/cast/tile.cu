@@ -2,9 +2,9 @@
 //
 // Computes   row = round(scale * x), column = its transpose, amax raised to the greatest |x|, scale_inv = 1 / scale (oracle::cast::cast)
 // Layout     x, row: rows at any stride; column: columns at any stride; see locate.cuh. With ALIGNED, rows of x and row are whole vectors of eight elements
-// Work       a block casts a part of a matrix, up to TILES_DOWN tiles of TILE_ROWS x TILE_COLUMNS one below the other, a thread a patch of 8 x 8 of each (the
-//            last 2 * ACROSS threads one of the seam): load, round, store to row, put into the shared tile; then all threads store columns, dense along the addresses
-// Shared     the transposed part and its seam; the part found; a word for each 32 threads
+// Work       a block casts a part of a matrix, up to TILES_DOWN tiles of TILE_ROWS x TILE_COLUMNS one below the other, a thread a patch of 8 x 8 of each:
+//            load, round, store to row, put into the shared tile; then all threads store columns, dense along the addresses
+// Shared     the transposed part; the part found; a word for each 32 threads
 // Sync       block barriers; amax by atomic maximum, one a part
 // Requires   checked views; pad_rows 1, 16, 32 or 128; fewer than 2^31 rows and columns, fewer than 2^32 padded rows
 //
@@ -27,53 +27,6 @@ DEVICE void store_inverses(const Parameters& p) {
     }
 }
 
-// Where a patch lies, and what there is of it.
-struct PatchAt {
-    const u8* x;
-    u8* row;
-    u64 x_stride;
-    u64 row_stride;
-    u32 num_valid; // rows of the input
-    u32 num_rows;  // of the row copy; none of a seam
-    u32 num_columns;
-    u32 column; // in the shared tile
-    u32 down;
-};
-
-// WHOLE: eight rows of eight columns, whole vectors each, or nothing in the row copy.
-template <bool WHOLE> DEVICE void cast_patch(const PatchAt& at, float scale, u32& greatest, u32 in_piece, u32 out_piece) {
-    Patch patch;
-    if constexpr (WHOLE) {
-        load_whole_patch(patch, at.x, at.x_stride);
-    } else {
-        load_patch<ALIGNED>(patch, at.x, at.x_stride, at.num_valid, at.num_columns * IN, in_piece);
-    }
-    u32 narrowed[PATCH][OUT_WORDS];
-    u8* to = at.row;
-#pragma unroll
-    for (u32 r = 0; r < PATCH; r++) {
-#pragma unroll
-        for (u32 w = 0; w < IN_WORDS; w++) {
-            greatest = greater<FROM>(greatest, patch.word[r][w]);
-        }
-        narrow_row(patch.word[r], [&](u32) { return scale; }, narrowed[r]);
-        // Padding is zero whatever the scale is.
-        if (!WHOLE && r >= at.num_valid) {
-#pragma unroll
-            for (u32 w = 0; w < OUT_WORDS; w++) {
-                narrowed[r][w] = 0;
-            }
-        }
-        if (ROW && (WHOLE ? at.num_rows > 0 : r < at.num_rows)) {
-            store_pieces(to, narrowed[r], WHOLE ? PATCH * OUT : at.num_columns * OUT, out_piece);
-        }
-        to += at.row_stride;
-    }
-    if (COLUMN) {
-        put_patch(shared_tile, narrowed, at.column, at.down);
-    }
-}
-
 KERNEL_FITTING(NUM_THREADS, BLOCKS) cast_tile(PARAMETERS(Parameters) p) {
     SHARED Part found;
     SHARED Found search;
@@ -83,61 +36,76 @@ KERNEL_FITTING(NUM_THREADS, BLOCKS) cast_tile(PARAMETERS(Parameters) p) {
         return;
     }
     const u32 thread = thread_idx(), across = thread % ACROSS, down = thread / ACROSS;
-    const bool is_of_seam = SEAM_ROWS > 0 && down >= PATCHES_DOWN;
-    if (block_idx_x() == 0) {
-        store_inverses(p);
-    }
     for (u32 nth = 0; locate(p, nth, search, found); nth++) {
-        const Matrix& m = p.matrices[LIST ? found.matrix : 0];
-        const u32 num_rows = found.num_rows, num_valid = found.num_valid, matrix = found.matrix;
-        const float scale = scale_of(p, m.scale, LIST ? 0 : matrix);
-        const u32 num_columns = found.num_columns, left = across * PATCH < num_columns ? num_columns - across * PATCH : 0;
+        const Part part = found;
+        const Matrix& m = p.matrices[LIST ? part.matrix : 0];
+        const float scale = scale_of(p, m.scale, LIST ? 0 : part.matrix);
+        const u32 first_column = part.first_column + across * PATCH, left = first_column < m.num_columns ? m.num_columns - first_column : 0;
         const u32 columns_here = left < PATCH ? left : PATCH;
-        // Of the thread's patches: rows from the top of the part as the shared tile has them, and as the matrix has them.
-        u32 at = down * PATCH, end = num_rows, first_row = found.first_row, column = across * PATCH;
-        if (is_of_seam) {
-            const u32 in_seam = at - TILE_ROWS;
-            at = num_rows + in_seam;
-            end = found.seam == NO_SEAM ? 0 : num_rows + SEAM_ROWS;
-            if (found.seam == SEAM_AT_TOP) {
-                first_row = 0 - num_rows;
-                column -= 1;
-            }
-        }
-        // The row before which they lie may be above the part.
-        const i64 down_by = (i64)(i32)(first_row + at) - (i64)found.first_row;
-        const u8* x = found.x + down_by * (i64)m.x_stride + across * PATCH * IN;
-        u8* row = found.row + at * m.row_stride + across * PATCH * OUT;
-        const u32 in_piece = ALIGNED ? 16 : piece_of((u64)m.x, m.x_stride, m.num_columns * IN);
-        const u32 out_piece = ALIGNED ? 16 : piece_of((u64)m.row, m.row_stride, m.num_columns * OUT);
+        const u8* const x = input_of(m, part) + first_column * IN;
+        u8* const row = rows_of(m, part) + first_column * OUT;
+        const u32 x_stride = (u32)m.x_stride, row_stride = (u32)m.row_stride;
         u32 greatest = 0;
-        for (; at < end; at += TILE_ROWS) {
-            const u32 rows_here = is_of_seam ? 0 : num_rows - at < PATCH ? num_rows - at : PATCH;
-            const u32 valid = first_row + at < num_valid ? num_valid - (first_row + at) : 0, valid_here = valid < PATCH ? valid : PATCH;
-            const PatchAt here = {x, row, m.x_stride, m.row_stride, valid_here, rows_here, columns_here, column, at / PATCH};
-            // The loads of a whole patch are all under way before one is waited for; with predicates ptxas lets the last wait for the first.
-            if (ALIGNED && valid_here == PATCH && columns_here == PATCH && (rows_here == PATCH || is_of_seam)) {
-                cast_patch<true>(here, scale, greatest, 16, 16);
+        for (u32 at = down * PATCH; at < part.num_rows; at += TILE_ROWS) {
+            // Rows as the matrix counts them; with ALIGNED a thread has eight columns or none.
+            const u32 first = part.first_row + at, end = part.first_row + part.num_rows;
+            Patch patch;
+            if constexpr (ALIGNED) {
+                if (columns_here == 0) {
+                    break;
+                }
+                load_patch_of(patch, x, x_stride, first, part.num_valid);
             } else {
-                cast_patch<false>(here, scale, greatest, in_piece, out_piece);
+                const u32 valid = first < part.num_valid ? part.num_valid - first : 0;
+                load_patch<false>(patch, x + (u64)first * x_stride, x_stride, valid, columns_here * IN, piece_of((u64)m.x, x_stride, m.num_columns * IN));
             }
-            x += TILE_ROWS * m.x_stride;
-            row += TILE_ROWS * m.row_stride;
+            u32 narrowed[PATCH][OUT_WORDS];
+            u8* to = row + (u64)first * row_stride;
+#pragma unroll
+            for (u32 r = 0; r < PATCH; r++) {
+#pragma unroll
+                for (u32 w = 0; w < IN_WORDS; w++) {
+                    greatest = greater<FROM>(greatest, patch.word[r][w]);
+                }
+                narrow_row(patch.word[r], [&](u32) { return scale; }, narrowed[r]);
+                // Padding is zero whatever the scale is.
+                const bool is_valid = first + r < part.num_valid;
+#pragma unroll
+                for (u32 w = 0; w < OUT_WORDS; w++) {
+                    narrowed[r][w] = is_valid ? narrowed[r][w] : 0;
+                }
+                if (ROW && first + r < end) {
+                    if constexpr (ALIGNED) {
+                        store_pieces(to, narrowed[r], PATCH * OUT, 16);
+                    } else {
+                        store_pieces(to, narrowed[r], columns_here * OUT, piece_of((u64)m.row, row_stride, m.num_columns * OUT));
+                    }
+                }
+                to += row_stride;
+            }
+            if (COLUMN) {
+                put_patch(shared_tile, narrowed, across * PATCH, at / PATCH);
+            }
         }
-        const Columns columns = columns_of(found);
+        const u32 length = part.num_rows * OUT, columns_left = m.num_columns - part.first_column;
+        u8* const columns = columns_of(m, part);
+        const Walk walk = walk_of(columns, length);
         // The barrier in it: the shared tile is whole, and everyone has read what was found.
         const u32 bits = greatest_of_block(greatest_bits<FROM>(greatest), scratch);
         if (thread == 0 && m.amax != nullptr) {
-            raise(m.amax + (LIST ? 0 : matrix), (i32)bits);
+            raise(m.amax + (LIST ? 0 : part.matrix), (i32)bits);
         }
         if (COLUMN) {
-            store_columns(columns, shared_tile);
+            store_columns(columns, column_stride_of(m, part), shared_tile, length, columns_left < TILE_COLUMNS ? columns_left : TILE_COLUMNS, walk);
         }
         if (!search.has_more) {
             break;
         }
     }
-    if (!LIST && block_idx_x() == 0 && thread == 0 && p.status != nullptr) {
-        *p.status = search.status_of_all;
+    if (block_idx_x() == 0) {
+        store_inverses(p);
+        if (!LIST && thread == 0 && p.status != nullptr) {
+            *p.status = search.status_of_all;
+        }
     }
 }

@@ -17,13 +17,9 @@ pub(super) struct Tile {
 /// Rows and columns of a patch (spec: kernels).
 pub(super) const PATCH: usize = 8;
 
-/// Rows of a part beyond its own that fill the sectors in which its columns end (derived: half of 32 bytes, as in kernels).
-pub(super) const SEAM_ROWS: u32 = 16;
-
 impl Tile {
-    /// A thread a patch of a tile and of its seam, which has none or [`SEAM_ROWS`] rows.
-    pub(super) fn threads(self, seam_rows: u32) -> u32 {
-        (u32::from(self.rows) + seam_rows) * u32::from(self.columns) / (PATCH * PATCH) as u32
+    pub(super) fn threads(self) -> u32 {
+        u32::from(self.rows) * u32::from(self.columns) / (PATCH * PATCH) as u32
     }
 
     /// Rows of a part.
@@ -31,13 +27,13 @@ impl Tile {
         usize::from(self.rows) * usize::from(self.down)
     }
 
-    pub(super) fn smem_bytes(self, to: DType, seam_rows: u32) -> u32 {
-        (self.part_rows() as u32 + seam_rows) * u32::from(self.columns) * to.size() as u32
+    pub(super) fn smem_bytes(self, to: DType) -> u32 {
+        self.part_rows() as u32 * u32::from(self.columns) * to.size() as u32
     }
 
     /// Registers of a thread that let the blocks fit (spec: 65536 of a multiprocessor, 255 of a thread, handed out in eights).
-    pub(super) fn max_registers(self, seam_rows: u32) -> u32 {
-        (65536 / (self.threads(seam_rows) * u32::from(self.blocks)) / 8 * 8).min(255)
+    pub(super) fn max_registers(self) -> u32 {
+        (65536 / (self.threads() * u32::from(self.blocks)) / 8 * 8).min(255)
     }
 }
 
