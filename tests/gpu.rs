@@ -6,7 +6,6 @@ use std::sync::{PoisonError, RwLock};
 use libtest_mimic::{Failed, Trial};
 use moe_kernels::gpu::{Device, Nvrtc, Stream};
 
-#[cfg(feature = "cuda-cast")]
 mod cast;
 pub mod child;
 mod compile;
@@ -44,17 +43,22 @@ pub fn trials() -> Vec<Trial> {
     let is_asked_for = std::env::var("MOE_BACKEND").is_ok_and(|name| name.starts_with("cuda"));
     let has_compiler = Nvrtc::get().is_ok();
     let has_gpu = has_compiler && Device::count().is_ok_and(|num| num > 0);
-    let modules: [&[(&str, Needs, Test)]; 8] =
-        [compile::TRIALS, costs::TRIALS, entries::TRIALS, gate::TRIALS, graphs::TRIALS, launches::TRIALS, memory::TRIALS, streams::TRIALS];
-    #[cfg(not(feature = "cuda-cast"))]
-    let casts: &[(&str, Needs, Test)] = &[];
-    #[cfg(feature = "cuda-cast")]
-    let casts = cast::TRIALS;
+    let modules: [&[(&str, Needs, Test)]; 9] = [
+        cast::TRIALS,
+        compile::TRIALS,
+        costs::TRIALS,
+        entries::TRIALS,
+        gate::TRIALS,
+        graphs::TRIALS,
+        launches::TRIALS,
+        memory::TRIALS,
+        streams::TRIALS,
+    ];
     #[cfg(not(feature = "cudarc"))]
     let adapters: &[(&str, Needs, Test)] = &[];
     #[cfg(feature = "cudarc")]
     let adapters = cudarc::TRIALS;
-    let all = modules.into_iter().flatten().chain(casts).chain(adapters).copied();
+    let all = modules.into_iter().flatten().chain(adapters).copied();
     all.map(|(name, needs, test)| {
         let is_possible = match needs {
             Needs::Gpu | Needs::GpuAlone => has_gpu,

@@ -293,24 +293,24 @@ DEVICE bool locate(const Parameters& p, u32 nth, Found& shared, Part& found) {
                 }
             }
             block_barrier();
-            Sums sums = before; // of the matrices before those of this thread's group
+            Sums sums = before; // of the matrices before those of this thread's group, by masks: conditions would take scalar registers of AMD
 #pragma unroll
             for (u32 g = 0; g < NUM_GROUPS; g++) {
                 const u32 parts = shared.parts[g];
                 status |= shared.status[g];
                 before.parts += parts;
-                sums.parts += g < group ? parts : 0;
+                sums.parts += parts & all_if_less(g, group);
             }
             if (has_sums) {
 #pragma unroll
                 for (u32 g = 0; g < NUM_GROUPS; g++) {
                     before.rows += shared.rows[g];
-                    sums.rows += g < group ? shared.rows[g] : 0;
+                    sums.rows += shared.rows[g] & all_if_less(g, group);
                     if constexpr (HAS_SCALES) {
                         before.blocks += shared.blocks[g];
                         before.words += shared.words[g];
-                        sums.blocks += g < group ? shared.blocks[g] : 0;
-                        sums.words += g < group ? shared.words[g] : 0;
+                        sums.blocks += shared.blocks[g] & all_if_less(g, group);
+                        sums.words += shared.words[g] & all_if_less(g, group);
                     }
                 }
                 const bool is_long = before.rows > p.row_capacity || before.blocks > p.block_capacity || before.words > p.word_capacity;

@@ -26,21 +26,18 @@
 
 use crate::backend::Backend;
 use crate::error::Result;
-#[cfg(feature = "cuda-cast")]
 use crate::gpu::{Program, Spec};
 use crate::tensor::{TensorView, TensorViewMut};
 
 mod check;
 mod cpu;
 mod formula;
-#[cfg(feature = "cuda-cast")]
 mod gpu;
 mod kernels;
 mod layout;
 #[cfg(target_arch = "x86_64")]
 mod ocp;
 mod tile;
-#[cfg(feature = "cuda-cast")]
 mod tuning;
 
 const OP: &str = "cast";
@@ -283,13 +280,10 @@ pub fn cast(backend: &Backend, matrices: &mut [Operands<'_>], options: &Options<
             Some(known) => cpu::list(cpu, &known, matrices),
             None => Ok(()),
         },
-        #[cfg(feature = "cuda-cast")]
         Backend::Cuda(cuda) => match check::list(cuda, matrices, options)? {
             Some(known) => gpu::list(cuda, &known, matrices, options),
             None => Ok(()),
         },
-        #[cfg(not(feature = "cuda-cast"))]
-        Backend::Cuda(_) => backend.as_cpu("cast").map(|_| ()),
     }
 }
 
@@ -324,18 +318,14 @@ pub fn cast_grouped(backend: &Backend, operands: &mut Operands<'_>, offsets: Ten
             Some(known) => cpu::grouped(cpu, &known, operands, &offsets),
             None => Ok(()),
         },
-        #[cfg(feature = "cuda-cast")]
         Backend::Cuda(cuda) => match check::grouped(cuda, operands, &offsets, options)? {
             Some(known) => gpu::grouped(cuda, &known, operands, &offsets, options),
             None => Ok(()),
         },
-        #[cfg(not(feature = "cuda-cast"))]
-        Backend::Cuda(_) => backend.as_cpu("cast_grouped").map(|_| ()),
     }
 }
 
 /// Every kernel with every set of constants that is meant to be shipped.
-#[cfg(feature = "cuda-cast")]
 pub fn programs() -> Vec<Program> {
     gpu::shipped().iter().map(Spec::program).collect()
 }

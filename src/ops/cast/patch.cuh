@@ -11,8 +11,13 @@ constexpr u32 NUM_GROUPS = NUM_THREADS / 32; // of 32 lanes
 constexpr u32 IN_WORDS = PATCH * IN / 4;
 constexpr u32 OUT_WORDS = PATCH * OUT / 4;
 
-static_assert(TILE_COLUMNS % 64 == 0 && TILE_ROWS % 16 == 0, "A group of 32 lanes holds whole rows of patches, a column whole vectors.");
+static_assert(TILE_COLUMNS % 64 == 0 && NUM_THREADS % 32 == 0, "A group of 32 lanes holds whole rows of patches.");
 static_assert((ACROSS & (ACROSS - 1)) == 0, "Lanes are told apart by bits.");
+
+// All bits when a < b, else none; both below 2^31.
+DEVICE u32 all_if_less(u32 a, u32 b) {
+    return (u32)((i32)(a - b) >> 31);
+}
 
 // Only FP8 has scales of its own.
 template <class T, bool IS_FP8> struct Largest {

@@ -56,8 +56,8 @@ KERNEL_FITTING(NUM_THREADS, BLOCKS) cast_tile(PARAMETERS(Parameters) p) {
                 }
                 load_patch_of(patch, x, x_stride, first, part.num_valid);
             } else {
-                const u32 valid = first < part.num_valid ? part.num_valid - first : 0;
-                load_patch<false>(patch, x + (u64)first * x_stride, x_stride, valid, columns_here * IN, piece_of((u64)m.x, x_stride, m.num_columns * IN));
+                const u32 num_here = first < part.num_valid ? part.num_valid - first : 0;
+                load_patch<false>(patch, x + (u64)first * x_stride, x_stride, num_here, columns_here * IN, piece_of((u64)m.x, x_stride, m.num_columns * IN));
             }
             u32 narrowed[PATCH][OUT_WORDS];
             u8* to = row + (u64)first * row_stride;
@@ -69,10 +69,10 @@ KERNEL_FITTING(NUM_THREADS, BLOCKS) cast_tile(PARAMETERS(Parameters) p) {
                 }
                 narrow_row(patch.word[r], [&](u32) { return scale; }, narrowed[r]);
                 // Padding is zero whatever the scale is.
-                const bool is_valid = first + r < part.num_valid;
+                const u32 valid = all_if_less(first + r, part.num_valid);
 #pragma unroll
                 for (u32 w = 0; w < OUT_WORDS; w++) {
-                    narrowed[r][w] = is_valid ? narrowed[r][w] : 0;
+                    narrowed[r][w] &= valid;
                 }
                 if (ROW && first + r < end) {
                     if constexpr (ALIGNED) {
