@@ -131,10 +131,10 @@ impl Scales {
         }
     }
 
-    fn tile(self, from: DType, to: DType, is_native: bool) -> Tile {
+    fn tile(self, from: DType, to: DType, is_native: bool, mean_rows: usize) -> Tile {
         match self {
             Scales::Blocks { .. } => tuning::block_tile(from, is_native),
-            Scales::Given | Scales::Current => tuning::tile(from, to, is_native),
+            Scales::Given | Scales::Current => tuning::tile(from, to, is_native, mean_rows),
         }
     }
 }
@@ -151,6 +151,13 @@ enum Kind {
         column: bool,
         aligned: bool,
     },
+}
+
+impl Kind {
+    /// What is done once a matrix knows no tiles: one kernel is enough.
+    fn tile(self, tile: Tile) -> Tile {
+        if matches!(self, Kind::Tiles { .. }) { tile } else { tuning::NO_TILE }
+    }
 }
 
 impl Spec for Variant {
@@ -415,7 +422,8 @@ fn part_of_list<E: Entry, const N: usize>(
     options: &Options<'_>,
 ) -> Result<()> {
     let scales = Scales::of(known, &matrices[0]);
-    let tile = scales.tile(known.from, known.to, tuning::is_native(cuda.device().compute_capability(), known.to));
+    let mean_rows = matrices.iter().fold(0, |sum: usize, o| sum.saturating_add(o.x.shape()[0])) / matrices.len();
+    let tile = scales.tile(known.from, known.to, tuning::is_native(cuda.device().compute_capability(), known.to), mean_rows);
     let mut parameters = Parameters::<E, N>::new(known, options);
     let (mut num_parts, mut aligned) = (0u64, true);
     for (i, (o, entry)) in matrices.iter().zip(&mut parameters.matrices).enumerate() {
@@ -453,7 +461,8 @@ fn group_of<E: Entry>(cuda: &Cuda, known: &Known, all: &Operands<'_>, offsets: &
         return Ok(());
     }
     let scales = Scales::of(known, all);
-    let tile = scales.tile(known.from, known.to, tuning::is_native(cuda.device().compute_capability(), known.to));
+    let mean_rows = all.x.shape()[0] / num_matrices;
+    let tile = scales.tile(known.from, known.to, tuning::is_native(cuda.device().compute_capability(), known.to), mean_rows);
     let mut parameters = Parameters::<E, 1>::new(known, options);
     let [rows, columns] = extents(&all.x).map_err(|(got, want)| Error::invalid(OP, "x", got, want))?;
     needs_inverse(known, all).map_err(|(got, want)| Error::invalid(OP, "scale_inv", got, want))?;
@@ -470,8 +479,7 @@ fn group_of<E: Entry>(cuda: &Cuda, known: &Known, all: &Operands<'_>, offsets: &
     }
     parameters.num_matrices =
         u32::try_from(num_matrices).map_err(|_| Error::invalid(OP, "offsets", format!("of {num_matrices} matrices"), "fewer than 2^32"))?;
-    // Each matrix ends in the middle of a part on average; a block takes two parts where that is too few.
-    let num_down = (rows as u64).div_ceil(tile.part_rows() as u64) + (num_matrices as u64).div_ceil(2);
+    let num_down = tuning::num_parts_expected(rows.into(), num_matrices as u64, tile.part_rows() as u64);
     parameters.num_strips = columns.div_ceil(tile.columns.into());
     let num_blocks = num_down * u64::from(parameters.num_strips);
     if num_blocks > MAX_BLOCKS {
@@ -573,7 +581,7 @@ impl Call<'_> {
     }
 
     fn launch<E: Entry, const N: usize>(&self, cuda: &Cuda, kind: Kind, scales: Scales, parameters: &Parameters<E, N>) -> Result<()> {
-        let variant = Variant { kind, from: self.known.from, to: self.known.to, list: self.list, scales, tile: self.tile };
+        let variant = Variant { kind, from: self.known.from, to: self.known.to, list: self.list, scales, tile: kind.tile(self.tile) };
         let (num_blocks, threads, smem_bytes) = match kind {
             Kind::Tiles { column, .. } => {
                 (parameters.num_blocks, self.tile.threads(), if column { self.tile.smem_bytes(self.known.to) } else { 0 })
@@ -594,9 +602,13 @@ pub(super) fn shipped() -> Vec<Variant> {
     let mut all: Vec<Variant> = Vec::new();
     let both = Kind::Tiles { row: true, column: true, aligned: true };
     let mut add = |kind: Kind, from: DType, to: DType, list: usize, scales: Scales, is_native: bool| {
-        let variant = Variant { kind, from, to, list: list as u16, scales, tile: scales.tile(from, to, is_native) };
-        if !all.contains(&variant) {
-            all.push(variant);
+        // High matrices and low ones.
+        for mean_rows in [usize::MAX, 0] {
+            let variant =
+                Variant { kind, from, to, list: list as u16, scales, tile: kind.tile(scales.tile(from, to, is_native, mean_rows)) };
+            if !all.contains(&variant) {
+                all.push(variant);
+            }
         }
     };
     let hopper = (9, 0);

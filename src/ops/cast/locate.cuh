@@ -240,10 +240,21 @@ struct Found {
     u32 status_of_all;
 };
 
+// Adds a matrix of `num_rows` rows.
+DEVICE void add_matrix(const Parameters& p, Sums& sums, u32 num_rows) {
+    const u32 rows = padded(p, num_rows);
+    sums.parts += quotient_up(rows, GROUP_ROWS);
+    sums.rows += rows;
+    if constexpr (HAS_SCALES) {
+        sums.blocks += blocks_of(rows);
+        sums.words += quotient_up(blocks_of(rows), SCALES_OF_WORD);
+    }
+}
+
 // Finds part `nth` of this block; false when there is none. All threads take part; ends with a barrier.
 //
-// Each thread looks at one matrix (of more matrices at one in NUM_THREADS), and the one whose matrix has the part cuts it: what counts is the time until the
-// block's first load. A group has no parts when its offsets are not what they must be: nothing is read or written outside of the buffers.
+// Each thread looks at one matrix (of more matrices than threads at some neighbours), and the one whose matrix has the part cuts it: what counts is the time
+// until the block's first load. A group has no parts when its offsets are not what they must be: nothing is read or written outside of the buffers.
 DEVICE bool locate(const Parameters& p, u32 nth, Found& shared, Part& found) {
     const u32 thread = thread_idx(), lane = thread % 32, group = thread / 32;
     if constexpr (LIST) {
@@ -257,103 +268,113 @@ DEVICE bool locate(const Parameters& p, u32 nth, Found& shared, Part& found) {
     const Matrix& all = p.matrices[0];
     const u32 num_strips = p.num_strips;
     const bool has_sums = HAS_SCALES || p.pad_rows > 1; // without padding the offsets are the sums of rows
-    const bool is_short = p.num_matrices <= NUM_THREADS;
-    u32 num_parts = 0, status = 0, part = NO_PART; // parts of one strip
-    // Twice when there are more matrices than threads: the number of parts decides which are this block's.
-    for (u32 pass = is_short ? 1 : 0; pass < 2; pass++) {
-        Sums before = {};
-        for (u32 first = 0; first < p.num_matrices; first += NUM_THREADS) {
-            const u32 i = first + thread;
-            u32 start = 0, num_rows = 0, own_status = 0;
-            Sums own = {};
-            if (i < p.num_matrices) {
-                const i64 at = offset_of(p, i), next = offset_of(p, i + 1);
-                const bool is_bad = next < at || (u64)next > all.num_rows || (i == 0 && at != 0);
-                own_status = is_bad ? BAD_OFFSETS : !has_sums && (u64)next > p.row_capacity ? SHORT_OUTPUTS : 0;
-                start = (u32)at;
-                num_rows = (u32)(next - at);
-                own.rows = padded(p, num_rows);
-                own.parts = quotient_up(own.rows, GROUP_ROWS);
-                own.blocks = blocks_of(own.rows);
-                own.words = quotient_up(own.blocks, SCALES_OF_WORD);
+    const u32 num_own = p.num_matrices > NUM_THREADS ? quotient_up(p.num_matrices, NUM_THREADS) : 1, first = thread * num_own;
+    Sums own = {};
+    u32 own_status = 0, start = 0, num_rows = 0; // start and rows of the first
+    if (first < p.num_matrices) {
+        const u32 end = first + num_own < p.num_matrices ? first + num_own : p.num_matrices;
+        // Two loads under way together: of most groups that is all.
+        const i64 at = offset_of(p, first);
+        i64 next = offset_of(p, first + 1);
+        bool is_bad = (first == 0 && at != 0) || next < at || (u64)next > all.num_rows;
+        start = (u32)at;
+        num_rows = (u32)(next - at);
+        add_matrix(p, own, num_rows);
+#pragma unroll 1
+        for (u32 i = first + 1; i < end; i++) {
+            const i64 after = offset_of(p, i + 1);
+            is_bad = is_bad || after < next || (u64)after > all.num_rows;
+            add_matrix(p, own, (u32)(after - next));
+            next = after;
+        }
+        own_status = is_bad ? BAD_OFFSETS : !has_sums && (u64)next > p.row_capacity ? SHORT_OUTPUTS : 0;
+    }
+    const u32 parts_of_group = sum_of_group(own.parts), status_of_group = greatest_of_group(own_status);
+    if (lane == 0) {
+        shared.parts[group] = parts_of_group;
+        shared.status[group] = status_of_group;
+    }
+    if (has_sums) {
+        const u32 rows = sum_of_group(own.rows), blocks = HAS_SCALES ? sum_of_group(own.blocks) : 0, words = HAS_SCALES ? sum_of_group(own.words) : 0;
+        if (lane == 0) {
+            shared.rows[group] = rows;
+            if constexpr (HAS_SCALES) {
+                shared.blocks[group] = blocks;
+                shared.words[group] = words;
             }
-            const u32 parts_of_group = sum_of_group(own.parts), status_of_group = greatest_of_group(own_status);
-            if (lane == 0) {
-                shared.parts[group] = parts_of_group;
-                shared.status[group] = status_of_group;
-            }
-            if (has_sums) {
-                const u32 rows = sum_of_group(own.rows), blocks = HAS_SCALES ? sum_of_group(own.blocks) : 0, words = HAS_SCALES ? sum_of_group(own.words) : 0;
-                if (lane == 0) {
-                    shared.rows[group] = rows;
-                    if constexpr (HAS_SCALES) {
-                        shared.blocks[group] = blocks;
-                        shared.words[group] = words;
-                    }
-                }
-            }
-            block_barrier();
-            Sums sums = before; // of the matrices before those of this thread's group, by masks: conditions would take scalar registers of AMD
-#pragma unroll
-            for (u32 g = 0; g < NUM_GROUPS; g++) {
-                const u32 parts = shared.parts[g];
-                status |= shared.status[g];
-                before.parts += parts;
-                sums.parts += parts & all_if_less(g, group);
-            }
-            if (has_sums) {
-#pragma unroll
-                for (u32 g = 0; g < NUM_GROUPS; g++) {
-                    before.rows += shared.rows[g];
-                    sums.rows += shared.rows[g] & all_if_less(g, group);
-                    if constexpr (HAS_SCALES) {
-                        before.blocks += shared.blocks[g];
-                        before.words += shared.words[g];
-                        sums.blocks += shared.blocks[g] & all_if_less(g, group);
-                        sums.words += shared.words[g] & all_if_less(g, group);
-                    }
-                }
-                const bool is_long = before.rows > p.row_capacity || before.blocks > p.block_capacity || before.words > p.word_capacity;
-                status |= is_long ? SHORT_OUTPUTS : 0;
-            }
-            if (is_short || pass == 0) {
-                num_parts = before.parts;
-            }
-            if (pass == 1) {
-                const Share share = share_of_block(p, num_parts * num_strips);
-                part = status == 0 && nth < share.num ? share.first + nth : NO_PART;
-                if (thread == 0) {
-                    shared.has_more = part != NO_PART && nth + 1 < share.num;
-                    shared.status_of_all = status & BAD_OFFSETS ? BAD_OFFSETS : status;
-                }
-                const u32 in_group = part - sums.parts * num_strips;
-                if (part != NO_PART && part >= sums.parts * num_strips && in_group < parts_of_group * num_strips) {
-                    // Not many threads come here: one group of 32.
-                    const u32 parts_before = (sum_up_to(own.parts, lane) - own.parts) * num_strips, l = in_group - parts_before;
-                    if (has_sums) {
-                        sums.rows += sum_up_to(own.rows, lane) - own.rows;
-                        if constexpr (HAS_SCALES) {
-                            sums.blocks += sum_up_to(own.blocks, lane) - own.blocks;
-                            sums.words += sum_up_to(own.words, lane) - own.words;
-                        }
-                    }
-                    if (in_group >= parts_before && l < own.parts * num_strips) {
-                        Part own_part;
-                        own_part.matrix = i;
-                        own_part.start = start;
-                        own_part.before = has_sums ? sums.rows : start;
-                        own_part.num_valid = num_rows;
-                        own_part.height = own.rows;
-                        cut(own_part, l);
-                        if constexpr (HAS_SCALES) {
-                            place_scales(own_part, all, own.rows, sums);
-                        }
-                        found = own_part;
-                    }
-                }
-            }
-            block_barrier();
         }
     }
+    block_barrier();
+    // Of all matrices, and of those before this thread's group: by masks, since conditions would take scalar registers of AMD.
+    Sums total = {}, sums = {};
+    u32 status = 0;
+#pragma unroll
+    for (u32 g = 0; g < NUM_GROUPS; g++) {
+        const u32 parts = shared.parts[g];
+        status |= shared.status[g];
+        total.parts += parts;
+        sums.parts += parts & all_if_less(g, group);
+    }
+    if (has_sums) {
+#pragma unroll
+        for (u32 g = 0; g < NUM_GROUPS; g++) {
+            total.rows += shared.rows[g];
+            sums.rows += shared.rows[g] & all_if_less(g, group);
+            if constexpr (HAS_SCALES) {
+                total.blocks += shared.blocks[g];
+                total.words += shared.words[g];
+                sums.blocks += shared.blocks[g] & all_if_less(g, group);
+                sums.words += shared.words[g] & all_if_less(g, group);
+            }
+        }
+        const bool is_long = total.rows > p.row_capacity || total.blocks > p.block_capacity || total.words > p.word_capacity;
+        status |= is_long ? SHORT_OUTPUTS : 0;
+    }
+    const Share share = share_of_block(p, total.parts * num_strips);
+    const u32 part = status == 0 && nth < share.num ? share.first + nth : NO_PART;
+    if (thread == 0) {
+        shared.has_more = part != NO_PART && nth + 1 < share.num;
+        shared.status_of_all = status & BAD_OFFSETS ? BAD_OFFSETS : status;
+    }
+    const u32 in_group = part - sums.parts * num_strips;
+    if (part != NO_PART && part >= sums.parts * num_strips && in_group < parts_of_group * num_strips) {
+        // Not many threads come here: one group of 32.
+        const u32 parts_before = sum_up_to(own.parts, lane) - own.parts;
+        if (has_sums) {
+            sums.rows += sum_up_to(own.rows, lane) - own.rows;
+            if constexpr (HAS_SCALES) {
+                sums.blocks += sum_up_to(own.blocks, lane) - own.blocks;
+                sums.words += sum_up_to(own.words, lane) - own.words;
+            }
+        }
+        u32 l = in_group - parts_before * num_strips;
+        if (in_group >= parts_before * num_strips && l < own.parts * num_strips) {
+            Part own_part;
+            u32 i = first;
+#pragma unroll 1
+            for (;;) {
+                own_part.height = padded(p, num_rows);
+                const u32 parts = quotient_up(own_part.height, GROUP_ROWS) * num_strips;
+                if (l < parts) {
+                    break;
+                }
+                l -= parts;
+                add_matrix(p, sums, num_rows);
+                i++;
+                start += num_rows;
+                num_rows = (u32)offset_of(p, i + 1) - start;
+            }
+            own_part.matrix = i;
+            own_part.start = start;
+            own_part.before = has_sums ? sums.rows : start;
+            own_part.num_valid = num_rows;
+            cut(own_part, l);
+            if constexpr (HAS_SCALES) {
+                place_scales(own_part, all, own_part.height, sums);
+            }
+            found = own_part;
+        }
+    }
+    block_barrier();
     return part != NO_PART;
 }
