@@ -98,9 +98,23 @@ KERNEL_FITTING(NUM_THREADS, BLOCKS) cast_blocks(PARAMETERS(Parameters) p) {
         const u32 left = across * PATCH < num_columns ? num_columns - across * PATCH : 0, columns_here = left < PATCH ? left : PATCH;
         const u32 below = down * PATCH < num_rows ? num_rows - down * PATCH : 0, rows_here = below < PATCH ? below : PATCH;
         const u32 top = first_row + down * PATCH, valid = top < found.num_valid ? found.num_valid - top : 0, valid_here = valid < PATCH ? valid : PATCH;
-        const u32 in_piece = ALIGNED ? 16 : piece_of((u64)m.x, m.x_stride, m.num_columns * IN);
         Patch patch;
-        load_patch<ALIGNED>(patch, input_of(m, found) + (u64)top * m.x_stride + (first_column + across * PATCH) * IN, m.x_stride, valid_here, columns_here * IN, in_piece);
+        if constexpr (ALIGNED) {
+            // Where there is nothing, something that is there is loaded and masked: no load waits for a condition.
+            const u32 column = columns_here > 0 ? across * PATCH : 0;
+            load_patch_of(patch, input_of(m, found) + (first_column + column) * IN, (u32)m.x_stride, top, found.num_valid);
+#pragma unroll
+            for (u32 r = 0; r < PATCH; r++) {
+                const u32 mask = all_if_less(top + r, found.num_valid) & all_if_less(0, columns_here);
+#pragma unroll
+                for (u32 w = 0; w < IN_WORDS; w++) {
+                    patch.word[r][w] &= mask;
+                }
+            }
+        } else {
+            load_patch<false>(patch, input_of(m, found) + (u64)top * m.x_stride + (first_column + across * PATCH) * IN, m.x_stride, valid_here, columns_here * IN,
+                              piece_of((u64)m.x, m.x_stride, m.num_columns * IN));
+        }
         u32 bits;
         {
             u32 of_rows[PATCH], of_columns[PATCH];

@@ -67,9 +67,11 @@ pub(super) fn tile(from: DType, to: DType, is_native: bool, mean_rows: usize) ->
     }
 }
 
-/// The tile of block scales: whole blocks of every kind, its input in registers until the scales are known.
-pub(super) fn block_tile(from: DType, is_native: bool) -> Tile {
-    Tile { rows: 128, columns: 128, down: 1, blocks: if from == DType::F32 || !is_native { 1 } else { 2 } }
+/// The tile of block scales: whole blocks of every kind, its input in registers until the scales are known. Blocks of 1x128 fit three times into a multiprocessor
+/// without spilling, the others twice.
+pub(super) fn block_tile(from: DType, is_native: bool, is_1x128: bool) -> Tile {
+    let blocks = if from == DType::F32 || !is_native { 1 } else { 2 + u16::from(is_1x128) };
+    Tile { rows: 128, columns: 128, down: 1, blocks }
 }
 
 /// Matrices that the parameters of a list's launch hold: the smallest of these that suffices (256: at most 32 KiB of parameters, spec: CUDA 12.1; the
