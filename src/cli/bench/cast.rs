@@ -235,7 +235,7 @@ fn cases(is_quick: bool, only: &[String]) -> Result<Vec<Case>> {
     // The second read comes from the cache while a call's input fits there.
     let current = Scaling::Current { epsilon: 0.0, power_of_two: false };
     for rows in [512, 1024, 2048, 4096, 8192, 16384] {
-        let case = even("current", 8, rows / 8, 4096, &format!("8 matrices, {} MiB of input", rows * 4096 * 2 >> 20));
+        let case = even("current", 8, rows / 8, 4096, &format!("8 matrices, {} MiB of input", (rows * 4096 * 2) >> 20));
         others.push(Case { scaling: current, ..case });
     }
     others.push(Case { group: "current", scaling: current, ..small });
