@@ -2,6 +2,8 @@
 #![forbid(unsafe_code)]
 
 mod agreement;
+mod cast;
+mod cast_case;
 mod decode;
 mod decode_step;
 mod gate;
@@ -23,6 +25,8 @@ use crate::output::Output;
 pub enum Arguments {
     /// The shared expert's gate, at every size, beside cuBLASLt and the chain of single steps
     Gate(gate::Arguments),
+    /// The grouped FP8 cast + transpose, beside a copy of the same bytes and what is commonly done
+    Cast(cast::Arguments),
     /// A whole decode step of a model with 40 layers, with the gate of a BLAS and with ours
     Decode(decode::Arguments),
 }
@@ -31,6 +35,7 @@ pub enum Arguments {
 pub fn bench(arguments: &Arguments, output: &mut Output) -> Result<bool> {
     match arguments {
         Arguments::Gate(arguments) => gate::bench(arguments, output),
+        Arguments::Cast(arguments) => cast::bench(arguments, output),
         Arguments::Decode(arguments) => decode::bench(arguments, output),
     }
 }
