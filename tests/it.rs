@@ -9,6 +9,7 @@ use moe_kernels::{Backend, check};
 mod allocations;
 mod bad_input;
 mod blas;
+mod capi;
 mod cast;
 mod checkpoint;
 mod cli;
@@ -45,6 +46,7 @@ fn main() -> ExitCode {
         allocations::trials,
         bad_input::trials,
         blas::trials,
+        capi::trials,
         cast::trials,
         checkpoint::trials,
         cli::trials,
