@@ -12,12 +12,14 @@ mod costs;
 #[cfg(feature = "cudarc")]
 mod cudarc;
 mod entries;
+pub mod ep;
 mod gate;
 mod graphs;
 mod kernels;
 mod launches;
 mod memory;
 mod raw;
+mod shapes;
 mod shareable;
 mod streams;
 mod waiting;
@@ -34,6 +36,8 @@ enum Needs {
     GpuAlone,
     /// NVRTC.
     Compiler,
+    /// Nothing.
+    Nothing,
 }
 
 /// Held by every trial while it runs: alone, or together with others.
@@ -44,7 +48,7 @@ pub fn trials() -> Vec<Trial> {
     let is_asked_for = std::env::var("MOE_BACKEND").is_ok_and(|name| name.starts_with("cuda"));
     let has_compiler = Nvrtc::get().is_ok();
     let has_gpu = has_compiler && Device::count().is_ok_and(|num| num > 0);
-    let modules: [&[(&str, Needs, Test)]; 10] = [
+    let modules: [&[(&str, Needs, Test)]; 11] = [
         compile::TRIALS,
         costs::TRIALS,
         entries::TRIALS,
@@ -52,6 +56,7 @@ pub fn trials() -> Vec<Trial> {
         graphs::TRIALS,
         launches::TRIALS,
         memory::TRIALS,
+        shapes::TRIALS,
         shareable::TRIALS,
         streams::TRIALS,
         waiting::TRIALS,
@@ -60,18 +65,19 @@ pub fn trials() -> Vec<Trial> {
     let adapters: &[(&str, Needs, Test)] = &[];
     #[cfg(feature = "cudarc")]
     let adapters = cudarc::TRIALS;
-    let all = modules.into_iter().flatten().chain(adapters).copied();
+    let all = modules.into_iter().flatten().chain(adapters).copied().chain(ep::trials());
     all.map(|(name, needs, test)| {
         let is_possible = match needs {
             Needs::Gpu | Needs::GpuAlone => has_gpu,
             Needs::Compiler => has_compiler,
+            Needs::Nothing => true,
         };
         let run = move || match needs {
             Needs::GpuAlone => {
                 let _turn = TURN.write().unwrap_or_else(PoisonError::into_inner);
                 test()
             }
-            Needs::Gpu | Needs::Compiler => {
+            Needs::Gpu | Needs::Compiler | Needs::Nothing => {
                 let _turn = TURN.read().unwrap_or_else(PoisonError::into_inner);
                 test()
             }

@@ -1,10 +1,14 @@
 //! The one integration binary: a named trial per operation, backend and group of cases, and a module per operation.
 
+use std::collections::HashSet;
 use std::process::ExitCode;
 use std::sync::PoisonError;
+use std::time::Instant;
 
 use libtest_mimic::{Arguments, Failed, Trial};
-use moe_kernels::{Backend, check};
+use moe_kernels::check::precompile::{self, Share};
+use moe_kernels::gpu::Program;
+use moe_kernels::{Backend, check, check::Group};
 
 mod allocations;
 mod bad_input;
@@ -40,7 +44,26 @@ fn main() -> ExitCode {
     if let Ok(work) = std::env::var(processes::VARIABLE) {
         return processes::child(&work);
     }
+    let is_cuda = std::env::var("MOE_BACKEND").is_ok_and(|name| name.starts_with("cuda"));
+    if is_cuda {
+        // Ranks that share a GPU must not wait for each other's queues, nor for the loading of a kernel that is launched first.
+        for (name, value) in [("CUDA_DEVICE_MAX_CONNECTIONS", "32"), ("CUDA_MODULE_LOADING", "EAGER")] {
+            // SAFETY: this thread is the only one yet.
+            unsafe { std::env::set_var(name, value) };
+        }
+    }
     let arguments = Arguments::from_args();
+    if is_cuda && !arguments.list {
+        if let Some(share) = Share::of_this_process() {
+            return ExitCode::from(u8::from(share.compile(&programs(&arguments)).is_err()));
+        }
+        let num_programs = programs(&arguments).len();
+        if let (true, Ok(Backend::Cuda(cuda))) = (num_programs > 0, Backend::from_name(&backend_name())) {
+            let start = Instant::now();
+            precompile::compile(&cuda, num_programs);
+            eprintln!("{num_programs} kernels of expert parallelism are compiled after {:.1} s", start.elapsed().as_secs_f64());
+        }
+    }
     let mut trials = shared_checks();
     for module in [
         allocations::trials,
@@ -71,15 +94,38 @@ fn main() -> ExitCode {
     libtest_mimic::run(&arguments, trials).exit_code()
 }
 
+fn backend_name() -> String {
+    std::env::var("MOE_BACKEND").unwrap_or_else(|_| "cpu".into())
+}
+
+fn name_of(group: &Group) -> String {
+    format!("{}::{}::{}", group.op, backend_name(), group.name)
+}
+
+/// What the trials that the arguments choose load on a GPU for objects of expert parallelism.
+fn programs(arguments: &Arguments) -> Vec<Program> {
+    let is_chosen = |name: &str| {
+        let is = |text: &String| if arguments.exact { name == text } else { name.contains(text.as_str()) };
+        arguments.filter.as_ref().is_none_or(is) && !arguments.skip.iter().any(is)
+    };
+    let groups = check::groups();
+    let chosen = groups.iter().filter(|group| check::runs_on(group.op, &backend_name()) && is_chosen(&name_of(group)));
+    let mut all: Vec<Program> = chosen.filter_map(|group| group.programs().ok()).flatten().collect();
+    all.extend(gpu::ep::programs(is_chosen));
+    let mut seen = HashSet::new();
+    all.retain(|program| seen.insert(format!("{} {:?}", program.entry, program.constants)));
+    all
+}
+
 /// The library's checkers as trials. `MOE_BACKEND` names a backend that must be there: a missing one fails, it does not skip.
 fn shared_checks() -> Vec<Trial> {
-    let name = std::env::var("MOE_BACKEND").unwrap_or_else(|_| "cpu".into());
+    let name = backend_name();
     check::groups()
         .into_iter()
         .filter(|group| check::runs_on(group.op, &name))
         .map(|group| {
             let name = name.clone();
-            Trial::test(format!("{}::{name}::{}", group.op, group.name), move || {
+            Trial::test(name_of(&group), move || {
                 // Where ranks share a GPU one waits for another, and for no other work.
                 let turn = (group.op == "dispatch" || group.op == "combine", &gpu::TURN);
                 let _alone = (turn.0).then(|| turn.1.write().unwrap_or_else(PoisonError::into_inner));

@@ -15,6 +15,7 @@ use moe_kernels::ops::dispatch;
 use moe_kernels::{Backend, Error, Rank, Result};
 use serde::{Deserialize, Serialize};
 
+use crate::gpu::ep::processes as on_gpu;
 use crate::world::{BOUND, config, first_cause, one_call, one_dispatch, short, stress_configs, stress_rank};
 
 /// Names the work of a rank, in its environment.
@@ -101,6 +102,8 @@ pub fn child(work: &str) -> ExitCode {
             stress_configs().iter().try_for_each(|(_, config)| stress_rank(&w, config, rounds))
         })),
         "killed" => killed_rank(&detail),
+        "gpu rounds" => Said::just(on_gpu::join().and_then(|w| on_gpu::rounds(&w, detail.parse().expect("a number of rounds")))),
+        "gpu killed" => killed_on_gpu(&detail),
         "meet" => met(&detail),
         "late" => Said::just(join().and_then(|w| never_dispatches_rank(&w))),
         "panic" => Said::just(join().and_then(|w| panic_rank(&w))),
@@ -175,7 +178,8 @@ fn said(ended: &Ended) -> Result<&Said, Failed> {
     ended.said.as_ref().ok_or_else(|| Failed::from(format!("a rank said nothing: {}\n{}", ended.status, ended.stderr)))
 }
 
-fn all_well(work: &str, detail: &str, ranks: usize) -> Result<(), Failed> {
+/// Runs the ranks, and expects that all is well.
+pub fn all_well(work: &str, detail: &str, ranks: usize) -> Result<(), Failed> {
     for (rank, ended) in run(work, detail, ranks)?.iter().enumerate() {
         if let Err(error) = &said(ended)?.result {
             return Err(format!("rank {rank}: {error}").into());
@@ -244,10 +248,35 @@ fn killed_rank(detail: &str) -> Said {
     Said { result, seconds, again: Some(again) }
 }
 
+/// As `killed_rank`, on a GPU, in the middle of rounds.
+fn killed_on_gpu(detail: &str) -> Said {
+    let (_, victim) = detail.split_once(' ').expect("a step and a victim");
+    let victim: usize = victim.parse().expect("a rank");
+    let rendezvous = Rendezvous::from_env("test").expect("an environment");
+    let (me, size) = (rendezvous.rank().index(), rendezvous.size());
+    let mut start = Instant::now();
+    let result = on_gpu::join().and_then(|w| {
+        let enter = || {
+            start = Instant::now();
+            if me == victim {
+                kill_myself_in(INSIDE);
+            }
+        };
+        on_gpu::endless(&w, enter)
+    });
+    let seconds = start.elapsed().as_secs_f64();
+    Said { result, seconds, again: Some(on_gpu::again(me - usize::from(victim < me), size - 1)) }
+}
+
 /// Runs the ranks, of which the victims are killed; every survivor blames the same one, in time, and works on in a new world.
 fn survivors_blame(step: &str, victims: &[usize], ranks: usize) -> Result<Failure, Failed> {
+    survivors_blame_of("killed", step, victims, ranks)
+}
+
+/// As [`survivors_blame`], of other work.
+pub fn survivors_blame_of(work: &str, step: &str, victims: &[usize], ranks: usize) -> Result<Failure, Failed> {
     let list = victims.iter().map(usize::to_string).collect::<Vec<_>>().join(",");
-    let ended = run("killed", &format!("{step} {list}"), ranks)?;
+    let ended = run(work, &format!("{step} {list}"), ranks)?;
     let mut causes = Vec::new();
     for (rank, ended) in ended.iter().enumerate() {
         if victims.contains(&rank) {

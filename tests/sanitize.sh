@@ -11,7 +11,12 @@ program=${1:-target/release/moe}
 shift || true
 # One group of each form and of each mapping of rows to blocks; a group more of a type changes no access.
 filters=("$@")
-[ ${#filters[@]} -gt 0 ] || filters=("gate gate bf16 bf16 fused" "gate gate_mul_add bf16 f32 framework" "gate gate_append_topk f16 f16 fused" "gate sigmoid_mul f32 f32 framework")
+[ ${#filters[@]} -gt 0 ] || filters=(
+    "gate gate bf16 bf16 fused" "gate gate_mul_add bf16 f32 framework" "gate gate_append_topk f16 f16 fused" "gate sigmoid_mul f32 f32 framework"
+    "dispatch under a sanitizer" "combine under a sanitizer"
+)
+# Ranks that share the GPU wait for each other: not in one queue, not for a kernel that is loaded, and longer than without a tool.
+export CUDA_DEVICE_MAX_CONNECTIONS=32 CUDA_MODULE_LOADING=EAGER MOE_TIMEOUT_SCALE=${MOE_TIMEOUT_SCALE:-20}
 
 sanitizer=$(command -v compute-sanitizer || true)
 for folder in "${CUDA_HOME:-}" /usr/local/cuda; do

@@ -3,12 +3,12 @@
 use std::collections::HashSet;
 
 use crate::Backend;
-use crate::check::ep::cases::{Form, Steps, Traffic, batch, combine_script, low_latency, many_tokens, traffics};
+use crate::check::ep::cases::{Form, Part, Steps, Traffic, batch, combine_script, low_latency, many_tokens, traffics};
 use crate::check::ep::inputs::{Draw, Ids, draw};
 use crate::check::ep::script::Rows;
-use crate::check::ep::{self, Batch, Count, Phase, Script, run_all};
+use crate::check::ep::{self, Batch, Count, Phase, Script};
 use crate::check::{Failed, Group, variants};
-use crate::ep::{Config, IdSpace, Layout, Reduce, Wire};
+use crate::ep::{Config, IdSpace, Layout, Reduce, Sums, Tuning, Wire};
 use crate::oracle::dispatch::Tokens;
 use crate::oracle::{compare, float};
 use crate::random::SplitMix64;
@@ -35,30 +35,36 @@ fn layout_name(layout: Layout) -> &'static str {
 /// Every group of this operation.
 pub fn groups() -> Vec<Group> {
     let mut groups = Vec::new();
-    for layout in LAYOUTS {
-        for reduce in REDUCES {
+    for (l, layout) in LAYOUTS.into_iter().enumerate() {
+        for (r, reduce) in REDUCES.into_iter().enumerate() {
             if layout == Layout::ByToken && reduce != Reduce::AtRank {
                 continue; // refused by the configuration
             }
-            for dtype in FLOATS {
+            for (d, dtype) in FLOATS.into_iter().enumerate() {
                 let name = format!("{} {reduce:?} {dtype}", layout_name(layout));
-                groups.push(Group::new("combine", name, move |backend| run_all(backend, sum_scripts(layout, reduce, dtype))));
+                let scripts = move |is_gpu: bool| sum_scripts(layout, reduce, dtype, is_gpu.then_some(l + r + d));
+                groups.push(ep::group("combine", name, scripts));
             }
         }
         let name = format!("{} rounds", layout_name(layout));
-        groups.push(Group::new("combine", name, move |backend| run_all(backend, round_scripts(layout))));
+        groups.push(ep::group("combine", name, move |is_gpu| round_scripts(layout, Part::of(is_gpu, 3, l))));
         if layout.is_by_expert() {
             let name = format!("{} identity experts", layout_name(layout));
-            groups.push(Group::new("combine", name, move |backend| identity_experts(backend, layout)));
+            let shapes =
+                move || identity_shapes(layout, true).into_iter().map(|(_, traffic, config)| (traffic.world(), config, plain())).collect();
+            groups.push(Group::new("combine", name, move |backend| identity_experts(backend, layout)).with_shapes(shapes));
         }
     }
-    groups.push(Group::new("combine", "independent of the world", independent_of_the_world));
-    groups.push(Group::new("combine", "7168 wide, 256 experts", |backend| run_all(backend, large_scripts())));
+    let shapes = || world_shapes(true).into_iter().flat_map(|(_, config)| WORLDS.map(|world| (world, config.clone(), plain()))).collect();
+    groups.push(Group::new("combine", "independent of the world", independent_of_the_world).with_shapes(shapes));
+    groups.push(ep::group("combine", "7168 wide, 256 experts".into(), |_| large_scripts()));
+    groups.push(ep::group("combine", "under a sanitizer".into(), |_| sanitizer_scripts()));
     groups
 }
 
-/// Every wire, weighted and not, with and without folding, on a few worlds each.
-fn sum_scripts(layout: Layout, reduce: Reduce, dtype: DType) -> Vec<Script> {
+/// Every wire, weighted and not, with and without folding, on a few worlds each. On a GPU a part, another one for each number `gpu`: every fifth traffic
+/// with each wire and weighting.
+fn sum_scripts(layout: Layout, reduce: Reduce, dtype: DType, gpu: Option<usize>) -> Vec<Script> {
     let mut scripts = Vec::new();
     let traffics = traffics();
     for (w, wire) in WIRES.into_iter().enumerate() {
@@ -67,7 +73,8 @@ fn sum_scripts(layout: Layout, reduce: Reduce, dtype: DType) -> Vec<Script> {
                 continue; // refused by the configuration
             }
             let many = (weighted == layout.is_by_expert()).then(many_tokens);
-            for (i, traffic) in traffics.iter().chain(&many).enumerate() {
+            let part = Part::of(gpu.is_some(), 5, gpu.unwrap_or(0) + w + 2 * usize::from(weighted));
+            for (i, traffic) in traffics.iter().chain(&many).enumerate().filter(|(i, _)| part.takes(*i)) {
                 let index = i + 5 * w + weighted as usize; // 5: arbitrary, another width and form for each wire
                 let base = traffic.config(WIDTHS[index % 4], DType::Bytes, layout);
                 let config = Config { combine_dtype: dtype, wire, reduce, weighted, fold_weights: index.is_multiple_of(3), ..base };
@@ -80,9 +87,9 @@ fn sum_scripts(layout: Layout, reduce: Reduce, dtype: DType) -> Vec<Script> {
 }
 
 /// Many rounds on one object, each with new tokens, every fourth without a combine, one routing kept to the end.
-fn round_scripts(layout: Layout) -> Vec<Script> {
+fn round_scripts(layout: Layout, part: Part) -> Vec<Script> {
     let mut scripts = Vec::new();
-    for (i, traffic) in traffics().into_iter().enumerate().filter(|(i, _)| i % 2 == 0) {
+    for (i, traffic) in traffics().into_iter().enumerate().filter(|(i, _)| i % 2 == 0 && part.takes(i / 2)) {
         let config = Config { fold_weights: true, combine_dtype: DType::F32, ..traffic.config(WIDTHS[i % 4], DType::BF16, layout) };
         let sizes = |round: usize| -> Vec<usize> { traffic.tokens.iter().map(|&t| t.saturating_sub(round * 5 % 7)).collect() };
         let mut batches: Vec<Batch> =
@@ -118,49 +125,60 @@ fn round_scripts(layout: Layout) -> Vec<Script> {
     scripts
 }
 
+/// Sums without anything added or folded.
+fn plain() -> Tuning {
+    Tuning { sums: Sums { plain: true, unfolded: true, ..Sums::NONE }, ..Tuning::default() }
+}
+
+/// Numbers, traffics and configurations of identity experts.
+fn identity_shapes(layout: Layout, is_gpu: bool) -> Vec<(usize, Traffic, Config)> {
+    let mut shapes = Vec::new();
+    for (r, reduce) in REDUCES.into_iter().enumerate() {
+        let part = Part::of(is_gpu, 5, r + 2 * usize::from(layout == LAYOUTS[1]));
+        for (i, traffic) in traffics().into_iter().enumerate().filter(|(i, _)| part.takes(*i)) {
+            let config = Config { weighted: true, reduce, ..traffic.config(64, DType::F32, layout) };
+            shapes.push((i, traffic, config));
+        }
+    }
+    shapes
+}
+
 /// Experts that give back what they get: the weighted combine is the sum of weights times x. Small integers, so every order gives these bits.
 fn identity_experts(backend: &Backend, layout: Layout) -> Result<usize, Failed> {
     let variants = variants(backend)?;
     let mut num_cases = 0;
-    for reduce in REDUCES {
-        for (i, traffic) in traffics().into_iter().enumerate() {
-            let base = traffic.config(64, DType::F32, layout);
-            let config = Config { weighted: true, reduce, ..base };
-            let mut ranks =
-                draw(&config, &Draw { seed: 7, tokens: traffic.tokens.clone(), ids: traffic.ids, weights: true, specials: false });
-            for (rank, tokens) in ranks.iter_mut().enumerate() {
-                let mut random = SplitMix64::stream(rank as u64, i as u64);
-                let mut small = |low: i64, n: u64| (low + random.below(n) as i64) as f32;
-                tokens.x = (0..tokens.num_tokens * config.hidden).flat_map(|_| small(-8, 17).to_le_bytes()).collect();
-                tokens.topk_weights = Some((0..tokens.num_tokens * config.k).map(|_| small(-3, 7) / 4.0).collect());
-            }
-            let want: Vec<Vec<u8>> = ranks.iter().map(|tokens| weighted_sums(&config, tokens)).collect();
-            let mut steps = Steps::default();
-            let arrival = steps.dispatch(0, 0, Phase::Both);
-            steps.combine(arrival, Form::of(2 * i, &config));
-            let (ids, count) = (DType::I64, Count::All);
-            let name = format!("identity experts {reduce:?} {traffic:?}");
-            let batches = vec![Batch { ranks, ids, count, padded: false }];
-            // No add_to: it would be part of the sum.
-            let steps = steps.steps.into_iter().map(|step| match step {
-                ep::Step::Combine { arrival, in_place, fold, phase, .. } => {
-                    ep::Step::Combine { arrival, in_place, add_to: None, fold, phase }
-                }
-                other => other,
-            });
-            let (world, steps) = (traffic.world(), steps.collect());
-            let script =
-                Script { name, world, config: config.clone(), batches, steps, rows: Rows::Received, specials: false, delays: false };
-            let report = script.prepare()?.run(&variants[i % variants.len()].1)?;
-            for (rank, (got, want)) in report.out.iter().zip(&want).enumerate() {
-                let shape = [traffic.tokens[rank], config.hidden];
-                let what = format!("sum of weights times x of rank {rank}, {reduce:?} {traffic:?}");
-                // A first term of -0 stays; the signs of zeros are the oracle's matter.
-                let got: Vec<u8> = float::values(DType::F32, got).into_iter().flat_map(|v| (v + 0.0).to_le_bytes()).collect();
-                compare::equal(&what, DType::F32, &shape, &got, want)?;
-            }
-            num_cases += 1;
+    for (i, traffic, config) in identity_shapes(layout, ep::is_gpu(backend)) {
+        let reduce = config.reduce;
+        let mut ranks = draw(&config, &Draw { seed: 7, tokens: traffic.tokens.clone(), ids: traffic.ids, weights: true, specials: false });
+        for (rank, tokens) in ranks.iter_mut().enumerate() {
+            let mut random = SplitMix64::stream(rank as u64, i as u64);
+            let mut small = |low: i64, n: u64| (low + random.below(n) as i64) as f32;
+            tokens.x = (0..tokens.num_tokens * config.hidden).flat_map(|_| small(-8, 17).to_le_bytes()).collect();
+            tokens.topk_weights = Some((0..tokens.num_tokens * config.k).map(|_| small(-3, 7) / 4.0).collect());
         }
+        let want: Vec<Vec<u8>> = ranks.iter().map(|tokens| weighted_sums(&config, tokens)).collect();
+        let mut steps = Steps::default();
+        let arrival = steps.dispatch(0, 0, Phase::Both);
+        steps.combine(arrival, Form::of(2 * i, &config));
+        let (ids, count) = (DType::I64, Count::All);
+        let name = format!("identity experts {reduce:?} {traffic:?}");
+        let batches = vec![Batch { ranks, ids, count, padded: false }];
+        // No add_to: it would be part of the sum.
+        let steps = steps.steps.into_iter().map(|step| match step {
+            ep::Step::Combine { arrival, in_place, fold, phase, .. } => ep::Step::Combine { arrival, in_place, add_to: None, fold, phase },
+            other => other,
+        });
+        let (world, steps) = (traffic.world(), steps.collect());
+        let script = Script { name, world, config: config.clone(), batches, steps, rows: Rows::Received, specials: false, delays: false };
+        let report = script.prepare()?.run(&variants[i % variants.len()].1)?;
+        for (rank, (got, want)) in report.out.iter().zip(&want).enumerate() {
+            let shape = [traffic.tokens[rank], config.hidden];
+            let what = format!("sum of weights times x of rank {rank}, {reduce:?} {traffic:?}");
+            // A first term of -0 stays; the signs of zeros are the oracle's matter.
+            let got: Vec<u8> = float::values(DType::F32, got).into_iter().flat_map(|v| (v + 0.0).to_le_bytes()).collect();
+            compare::equal(&what, DType::F32, &shape, &got, want)?;
+        }
+        num_cases += 1;
     }
     Ok(num_cases)
 }
@@ -184,29 +202,41 @@ fn weighted_sums(config: &Config, tokens: &Tokens) -> Vec<u8> {
     out
 }
 
+/// Of the same tokens.
+const WORLDS: [usize; 4] = [1, 2, 4, 8];
+
+/// The configurations that must not depend on the world, with a number each: every wire with every type, in both layouts; on a GPU in one.
+fn world_shapes(is_gpu: bool) -> Vec<(usize, Config)> {
+    let layouts = [LAYOUTS[1], Layout::ByExpertFixed { rows_per_expert: 40 }]; // 40: all tokens
+    let mut shapes = Vec::new();
+    for (l, layout) in layouts.into_iter().enumerate() {
+        for (w, wire) in WIRES.into_iter().enumerate() {
+            for (d, dtype) in FLOATS.into_iter().enumerate().filter(|(d, _)| Part::of(is_gpu, 2, w + l).takes(*d)) {
+                let weighted = (w + d) % 2 == 0;
+                let base = Config::new(144, DType::F32, 60, 8, 40);
+                shapes.push((w + d, Config { layout, combine_dtype: dtype, wire, reduce: Reduce::AtSource, weighted, ..base }));
+            }
+        }
+    }
+    shapes
+}
+
 /// `ByExpert` + `AtSource`: the same global tokens on 1, 2, 4 and 8 ranks give the same bytes.
 fn independent_of_the_world(backend: &Backend) -> Result<usize, Failed> {
     let variants = variants(backend)?;
     let mut num_cases = 0;
-    let layouts = [LAYOUTS[1], Layout::ByExpertFixed { rows_per_expert: 40 }]; // 40: all tokens
-    for layout in layouts {
-        for (w, wire) in WIRES.into_iter().enumerate() {
-            for (d, dtype) in FLOATS.into_iter().enumerate() {
-                let base = Config::new(144, DType::F32, 60, 8, 40);
-                let weighted = (w + d) % 2 == 0;
-                let config = Config { layout, combine_dtype: dtype, wire, reduce: Reduce::AtSource, weighted, ..base };
-                let all = draw(&config, &Draw { seed: 5, tokens: vec![40], ids: Ids::Messy, weights: true, specials: false });
-                let mut first: Option<Vec<u8>> = None;
-                for (i, world) in [1, 2, 4, 8].into_iter().enumerate() {
-                    let script = split_script(&config, &all[0], world);
-                    let report = script.prepare()?.run(&variants[(w + d + i) % variants.len()].1)?;
-                    let out = report.out.concat();
-                    let shape = [40, config.hidden];
-                    let what = format!("world {world} against world 1, {layout:?} {wire:?} {dtype} weighted {weighted}");
-                    compare::equal(&what, dtype, &shape, &out, first.get_or_insert_with(|| out.clone()))?;
-                    num_cases += 1;
-                }
-            }
+    for (at, config) in world_shapes(ep::is_gpu(backend)) {
+        let Config { layout, wire, combine_dtype: dtype, weighted, .. } = config;
+        let all = draw(&config, &Draw { seed: 5, tokens: vec![40], ids: Ids::Messy, weights: true, specials: false });
+        let mut first: Option<Vec<u8>> = None;
+        for (i, world) in WORLDS.into_iter().enumerate() {
+            let script = split_script(&config, &all[0], world);
+            let report = script.prepare()?.run(&variants[(at + i) % variants.len()].1)?;
+            let out = report.out.concat();
+            let shape = [40, config.hidden];
+            let what = format!("world {world} against world 1, {layout:?} {wire:?} {dtype} weighted {weighted}");
+            compare::equal(&what, dtype, &shape, &out, first.get_or_insert_with(|| out.clone()))?;
+            num_cases += 1;
         }
     }
     Ok(num_cases)
@@ -258,5 +288,19 @@ fn large_scripts() -> Vec<Script> {
         of(Layout::ByToken, Wire::Fp8Block, Reduce::AtRank, 2),
         of(LAYOUTS[1], Wire::AsIs, Reduce::AtSource, 3),
         of(LAYOUTS[2], Wire::Fp8Direct, Reduce::AtRank, 5),
+    ]
+}
+
+/// Each form of combine once, small: for tools that make kernels slow.
+fn sanitizer_scripts() -> Vec<Script> {
+    let traffic = Traffic { tokens: vec![5, 3], k: 3, num_experts: 8, map: None, ids: Ids::Messy };
+    let of = |layout: Layout, wire, reduce, i| {
+        let base = traffic.config(144, DType::BF16, layout);
+        combine_script("small", Config { wire, reduce, weighted: layout.is_by_expert(), fold_weights: true, ..base }, &traffic, i)
+    };
+    vec![
+        of(Layout::ByToken, Wire::AsIs, Reduce::AtRank, 0),
+        of(LAYOUTS[1], Wire::Fp8Block, Reduce::AtRank, 1),
+        of(LAYOUTS[1], Wire::AsIs, Reduce::AtSource, 6),
     ]
 }

@@ -2,13 +2,13 @@
 
 use crate::Backend;
 use crate::check::ep::buffer::{Matrix, Place, in_setup};
-use crate::check::ep::cases::{Form, Steps, Traffic, batch, combine_script, dispatch_script, low_latency, many_tokens, traffics};
+use crate::check::ep::cases::{Form, Part, Steps, Traffic, batch, combine_script, dispatch_script, low_latency, many_tokens, traffics};
 use crate::check::ep::inputs::{Draw, Ids, draw};
 use crate::check::ep::script::Rows;
-use crate::check::ep::{Count, Phase, Script, Step, run_all};
+use crate::check::ep::{self, Count, Phase, Script, Step};
 use crate::check::{Failed, Group, variants};
 use crate::ensure;
-use crate::ep::{Config, ExpertParallel, Layout, Overflow, Quantize, ScaleLayout, World};
+use crate::ep::{Config, ExpertParallel, Layout, Overflow, Quantize, ScaleLayout, Sums, Tuning, World};
 use crate::id::{Expert, Rank, Slot};
 use crate::ops::dispatch::{Input, NumTokens, Outputs, Routing};
 use crate::oracle::dispatch::{Dispatched, dispatch};
@@ -53,30 +53,40 @@ const PAYLOADS: [Payload; 12] = [
 /// Every group of this operation.
 pub fn groups() -> Vec<Group> {
     let mut groups = Vec::new();
-    for layout in LAYOUTS {
-        for payload in PAYLOADS {
+    for (l, layout) in LAYOUTS.into_iter().enumerate() {
+        for (p, payload) in PAYLOADS.into_iter().enumerate() {
             let name = format!("{} {}", layout_name(layout), payload.0);
-            groups.push(Group::new("dispatch", name, move |backend| run_all(backend, payload_scripts(layout, payload))));
+            // Each traffic with each payload in one layout, and with each layout for three payloads.
+            let scripts = move |is_gpu| payload_scripts(layout, payload, Part::of(is_gpu, 4, l + p));
+            groups.push(ep::group("dispatch", name, scripts));
         }
-        let name = format!("{} capacity", layout_name(layout));
-        groups.push(Group::new("dispatch", name, move |backend| run_all(backend, capacity_scripts(layout))));
-        let name = format!("{} low latency", layout_name(layout));
-        groups.push(Group::new("dispatch", name, move |backend| run_all(backend, low_latency_scripts(layout))));
-        let name = format!("{} two in flight", layout_name(layout));
-        groups.push(Group::new("dispatch", name, move |backend| run_all(backend, in_flight_scripts(layout))));
-        let name = format!("{} properties", layout_name(layout));
-        groups.push(Group::new("dispatch", name, move |backend| properties(backend, layout)));
+        let of = |what: &str| format!("{} {what}", layout_name(layout));
+        groups.push(ep::group("dispatch", of("capacity"), move |is_gpu| capacity_scripts(layout, Part::of(is_gpu, 4, l))));
+        groups.push(ep::group("dispatch", of("low latency"), move |is_gpu| low_latency_scripts(layout, Part::of(is_gpu, 4, l))));
+        groups.push(ep::group("dispatch", of("two in flight"), move |is_gpu| in_flight_scripts(layout, Part::of(is_gpu, 4, l + 1))));
+        let shapes = move || {
+            property_shapes(layout, true)
+                .into_iter()
+                .map(|(_, traffic, config)| (traffic.world(), config, Tuning { sums: Sums::NONE, ..Tuning::default() }))
+                .collect()
+        };
+        groups.push(Group::new("dispatch", of("properties"), move |backend| properties(backend, layout)).with_shapes(shapes));
     }
-    groups.push(Group::new("dispatch", "same bytes in 20 runs", same_bytes));
-    groups.push(Group::new("dispatch", "7168 wide, 256 experts", |backend| run_all(backend, large_scripts())));
+    let both = |script: Script| [script.shape(), low_latency(script).shape()];
+    let shapes = move || same_bytes_scripts().into_iter().flat_map(both).collect();
+    groups.push(Group::new("dispatch", "same bytes in 20 runs", same_bytes).with_shapes(shapes));
+    groups.push(ep::group("dispatch", "7168 wide, 256 experts".into(), |_| large_scripts()));
+    groups.push(ep::group("dispatch", "under a sanitizer".into(), |_| sanitizer_scripts()));
     groups
 }
 
-fn payload_scripts(layout: Layout, (name, dtype, scale_bytes, quantize, scale_layout): Payload) -> impl Iterator<Item = Script> {
-    traffics().into_iter().chain([many_tokens()]).enumerate().map(move |(i, traffic)| {
+fn payload_scripts(layout: Layout, (name, dtype, scale_bytes, quantize, scale_layout): Payload, part: Part) -> Vec<Script> {
+    let traffics = traffics().into_iter().chain([many_tokens()]).enumerate().filter(|(i, _)| part.takes(*i));
+    let script = |(i, traffic): (usize, Traffic)| {
         let config = Config { scale_bytes, quantize, scale_layout, ..traffic.config(WIDTHS[i % 4], dtype, layout) };
         dispatch_script(name, config, &traffic, i)
-    })
+    };
+    traffics.map(script).collect()
 }
 
 /// `config` with room for exactly what `d` needs, less `missing`; `None` when that is no capacity.
@@ -94,9 +104,9 @@ fn with_capacity(config: &Config, d: &Dispatched, missing: usize) -> Option<Conf
 }
 
 /// Exactly full, one row short, nearly nothing, with both policies; too many tokens; then a batch that fits.
-fn capacity_scripts(layout: Layout) -> Vec<Script> {
+fn capacity_scripts(layout: Layout, part: Part) -> Vec<Script> {
     let mut scripts = Vec::new();
-    for (i, traffic) in traffics().into_iter().enumerate() {
+    for (i, traffic) in traffics().into_iter().enumerate().filter(|(i, _)| part.takes(*i)) {
         let base = Config { fold_weights: true, ..traffic.config(WIDTHS[i % 4], DType::BF16, layout) };
         let first = batch(&base, &traffic, &traffic.tokens, i, false);
         let Ok(full) = dispatch(&base, traffic.world(), &first.ranks) else { continue };
@@ -151,12 +161,12 @@ fn capacity_script(config: Config, traffic: &Traffic, index: usize, form: usize)
 }
 
 /// One-message form with fewer, exactly and more rows than a message holds (32), all payload forms.
-fn low_latency_scripts(layout: Layout) -> Vec<Script> {
+fn low_latency_scripts(layout: Layout, part: Part) -> Vec<Script> {
     let mut scripts = Vec::new();
     let few = Ids::Distinct;
     let sizes = [vec![1, 1], vec![32, 33], vec![40, 0], vec![31, 32, 33, 90], vec![0, 0, 70]];
     let sized = sizes.map(|tokens| Traffic { tokens, k: 2, num_experts: 8, map: None, ids: few });
-    for (i, traffic) in sized.into_iter().chain(traffics()).enumerate() {
+    for (i, traffic) in sized.into_iter().chain(traffics()).enumerate().filter(|(i, _)| part.takes(*i)) {
         let (name, dtype, scale_bytes, quantize, scale_layout) = PAYLOADS[i % PAYLOADS.len()];
         let config = Config { scale_bytes, quantize, scale_layout, ..traffic.config(WIDTHS[i % 4], dtype, layout) };
         scripts.push(low_latency(dispatch_script(name, config.clone(), &traffic, i)));
@@ -166,9 +176,9 @@ fn low_latency_scripts(layout: Layout) -> Vec<Script> {
 }
 
 /// Two arrivals alive at once, combined or dropped in either order; sends that overlap other calls.
-fn in_flight_scripts(layout: Layout) -> Vec<Script> {
+fn in_flight_scripts(layout: Layout, part: Part) -> Vec<Script> {
     let mut scripts = Vec::new();
-    for (i, traffic) in traffics().into_iter().enumerate() {
+    for (i, traffic) in traffics().into_iter().enumerate().filter(|(i, _)| part.takes(*i)) {
         let config = Config { in_flight: 2, fold_weights: true, ..traffic.config(WIDTHS[i % 4], DType::F16, layout) };
         let batches: Vec<_> = (0..3).map(|b| batch(&config, &traffic, &traffic.tokens, 3 * i + b, false)).collect();
         let form = Form { in_place: i % 2 == 0, add_to: (i % 3 == 0).then_some(DType::F16), fold: true, phase: Phase::Both };
@@ -228,13 +238,17 @@ fn in_flight_scripts(layout: Layout) -> Vec<Script> {
     scripts
 }
 
+fn same_bytes_scripts() -> [Script; 4] {
+    let traffic = Traffic { tokens: vec![9, 4, 0, 12], k: 8, num_experts: 60, map: None, ids: Ids::Messy };
+    let quantize = Some(Quantize::F32);
+    LAYOUTS.map(|layout| combine_script("same bytes", Config { quantize, ..traffic.config(144, DType::BF16, layout) }, &traffic, 2))
+}
+
 /// The same bytes in every run, phase, count form, id type, stride and mode.
 fn same_bytes(backend: &Backend) -> Result<usize, Failed> {
     let mut num_cases = 0;
-    let traffic = Traffic { tokens: vec![9, 4, 0, 12], k: 8, num_experts: 60, map: None, ids: Ids::Messy };
-    for layout in LAYOUTS {
-        let config = Config { quantize: Some(Quantize::F32), ..traffic.config(144, DType::BF16, layout) };
-        let mut script = combine_script("same bytes", config, &traffic, 2);
+    for mut script in same_bytes_scripts() {
+        let layout = script.config.layout;
         let prepared = script.clone().prepare()?;
         let first = prepared.run(backend)?;
         for run in 1..20 {
@@ -277,19 +291,33 @@ fn large_scripts() -> Vec<Script> {
     vec![of(Layout::ByToken, None, 0), of(LAYOUTS[2], Some(Quantize::F32), 1)]
 }
 
+/// Each form of dispatch once, small: for tools that make kernels slow.
+fn sanitizer_scripts() -> Vec<Script> {
+    let traffic = Traffic { tokens: vec![5, 3], k: 3, num_experts: 8, map: None, ids: Ids::Messy };
+    let of = |layout, quantize, i| dispatch_script("small", Config { quantize, ..traffic.config(144, DType::BF16, layout) }, &traffic, i);
+    vec![of(Layout::ByToken, None, 0), low_latency(of(Layout::ByToken, None, 2)), of(LAYOUTS[2], Some(Quantize::F32), 1)]
+}
+
 /// What a rank received: source, token and global id of each valid row, and its counts.
 type Received = (Vec<(usize, usize, Vec<i32>)>, Vec<u32>);
+
+/// Numbers, traffics and configurations of the properties.
+fn property_shapes(layout: Layout, is_gpu: bool) -> Vec<(usize, Traffic, Config)> {
+    let part = Part::of(is_gpu, 4, LAYOUTS.iter().position(|other| *other == layout).unwrap_or(0) + 2);
+    let shape = |(i, traffic): (usize, Traffic)| (i, traffic.clone(), traffic.config(WIDTHS[i % 4], DType::F32, layout));
+    traffics().into_iter().enumerate().filter(|(i, _)| part.takes(*i)).map(shape).collect()
+}
 
 /// Without the oracle: every unmasked (token, rank), or (token, expert), has exactly one slot, and counts follow from the routes.
 fn properties(backend: &Backend, layout: Layout) -> Result<usize, Failed> {
     let variants = variants(backend)?;
-    let traffics = traffics();
-    for (i, traffic) in traffics.iter().enumerate() {
-        let config = traffic.config(WIDTHS[i % 4], DType::F32, layout);
-        let tokens = draw(&config, &Draw { seed: 99, tokens: traffic.tokens.clone(), ids: traffic.ids, weights: true, specials: false });
+    let shapes = property_shapes(layout, ep::is_gpu(backend));
+    for (i, traffic, config) in &shapes {
+        let tokens = draw(config, &Draw { seed: 99, tokens: traffic.tokens.clone(), ids: traffic.ids, weights: true, specials: false });
         let placement = config.placement(traffic.world())?;
         let received = World::run(&variants[i % variants.len()].1, traffic.world(), |world| {
-            let mut ep = ExpertParallel::new(&world, config.clone())?;
+            let tuning = Tuning { sums: Sums::NONE, ..Tuning::default() };
+            let mut ep = ExpertParallel::with_tuning(&world, config.clone(), tuning)?;
             let mut routing = Routing::new(&ep)?;
             let own = &tokens[world.rank().index()];
             let place = Place::new(world.backend()).map_err(in_setup)?;
@@ -339,7 +367,7 @@ fn properties(backend: &Backend, layout: Layout) -> Result<usize, Failed> {
             ensure!(counts == want_counts, "{traffic:?}: rank {rank} counts {counts:?}, its routes give {want_counts:?}");
         }
     }
-    Ok(traffics.len())
+    Ok(shapes.len())
 }
 
 /// The segment of a slot, and its place there.

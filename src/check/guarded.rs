@@ -17,29 +17,59 @@ const BAND: usize = 256;
 /// Alignment of the buffer (derived: a cache line, and the widest vector).
 const ALIGN: usize = 64;
 
-/// Device memory for mirrors, allocated at once: where ranks share a GPU, freeing memory waits for kernels that may wait for the rank that frees.
+/// Device memory for mirrors, allocated at once: where ranks share a GPU, freeing memory waits for kernels that may wait for the rank that frees. For the
+/// same reason the memory is kept for the next arena of its size.
 #[derive(Debug)]
 pub struct Arena {
-    buffer: Buffer,
+    /// There until it is dropped.
+    buffer: Option<Buffer>,
+    /// Whether another arena may use the memory.
+    is_kept: bool,
     /// Bytes given out, and how many spans are alive; with the last of them all is free again.
     state: Mutex<(usize, usize)>,
 }
 
+/// Memory of arenas that are gone.
+static SPARE: Mutex<Vec<Buffer>> = Mutex::new(Vec::new());
+
 impl Arena {
     /// `len` bytes on the device of `cuda`.
     pub fn new(cuda: &Cuda, len: usize) -> Result<Arc<Self>, Failed> {
-        Ok(Arc::new(Arena { buffer: Buffer::new(cuda.device(), len)?, state: Mutex::new((0, 0)) }))
+        Ok(Arc::new(Arena { buffer: Some(Buffer::new(cuda.device(), len)?), is_kept: false, state: Mutex::new((0, 0)) }))
+    }
+
+    /// As [`new`](Self::new), in memory that is never freed.
+    pub fn kept(cuda: &Cuda, len: usize) -> Result<Arc<Self>, Failed> {
+        let mut spare = SPARE.lock().unwrap_or_else(PoisonError::into_inner);
+        let fits = |buffer: &Buffer| buffer.len() == len && buffer.device() == cuda.device();
+        let buffer = spare.iter().position(fits).map(|i| spare.swap_remove(i));
+        drop(spare);
+        let buffer = buffer.map_or_else(|| Buffer::new(cuda.device(), len), Ok)?;
+        Ok(Arc::new(Arena { buffer: Some(buffer), is_kept: true, state: Mutex::new((0, 0)) }))
+    }
+
+    fn buffer(&self) -> Result<&Buffer, Failed> {
+        self.buffer.as_ref().ok_or_else(|| Failed("an arena without memory".into()))
     }
 
     fn take(self: &Arc<Self>, len: usize) -> Result<Span, Failed> {
         const BOUNDARY: usize = 256; // spec: what the driver aligns allocations to
         let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
         let at = state.0.next_multiple_of(BOUNDARY);
-        if at + len > self.buffer.len() {
-            return Err(Failed(format!("the checks' device memory of {} bytes is full: {at} used, {len} more wanted", self.buffer.len())));
+        let have = self.buffer()?.len();
+        if at + len > have {
+            return Err(Failed(format!("the checks' device memory of {have} bytes is full: {at} used, {len} more wanted")));
         }
         *state = (at + len, state.1 + 1);
         Ok(Span { arena: self.clone(), at })
+    }
+}
+
+impl Drop for Arena {
+    fn drop(&mut self) {
+        if self.is_kept {
+            SPARE.lock().unwrap_or_else(PoisonError::into_inner).extend(self.buffer.take());
+        }
     }
 }
 
@@ -122,7 +152,7 @@ impl Guarded {
             let _ = self.mirror.set(span);
         }
         let mirror = self.mirror.get().ok_or_else(|| Failed("a buffer has no mirror".into()))?;
-        mirror.arena.buffer.upload(cuda.stream(), mirror.at + self.offset, &self.memory[self.banded()])?;
+        mirror.arena.buffer()?.upload(cuda.stream(), mirror.at + self.offset, &self.memory[self.banded()])?;
         Ok(mirror)
     }
 
@@ -132,7 +162,7 @@ impl Guarded {
             Backend::Cpu(_) => Ok(TensorView::new(&self.bytes()[at..], layout)?),
             Backend::Cuda(cuda) => {
                 let mirror = self.upload(cuda)?;
-                Ok(mirror.arena.buffer.view(mirror.at + self.offset + BAND + at, layout)?)
+                Ok(mirror.arena.buffer()?.view(mirror.at + self.offset + BAND + at, layout)?)
             }
         }
     }
@@ -143,7 +173,7 @@ impl Guarded {
             Backend::Cpu(_) => Ok(TensorViewMut::new(&mut self.bytes_mut()[at..], layout)?),
             Backend::Cuda(cuda) => {
                 let mirror = self.upload(cuda)?;
-                Ok(mirror.arena.buffer.part_mut(mirror.at + self.offset + BAND + at, layout)?)
+                Ok(mirror.arena.buffer()?.part_mut(mirror.at + self.offset + BAND + at, layout)?)
             }
         }
     }
@@ -152,7 +182,7 @@ impl Guarded {
     pub fn fetch(&mut self, backend: &Backend) -> Result<(), Failed> {
         if let (Backend::Cuda(cuda), Some(mirror)) = (backend, self.mirror.get()) {
             let banded = self.banded();
-            mirror.arena.buffer.download(cuda.stream(), mirror.at + self.offset, &mut self.memory[banded])?;
+            mirror.arena.buffer()?.download(cuda.stream(), mirror.at + self.offset, &mut self.memory[banded])?;
         }
         Ok(())
     }

@@ -1,10 +1,13 @@
 //! One checker per operation, run on every backend: by the test suite as named trials, by `moe check` as lines.
 #![forbid(unsafe_code)]
 
+use std::collections::HashSet;
 use std::fmt;
 
 use crate::backend::{Backend, Cpu};
 use crate::cpu::Level;
+use crate::ep::{Config, Tuning};
+use crate::gpu::Program;
 
 pub mod cast;
 pub mod combine;
@@ -14,6 +17,7 @@ pub mod gate;
 pub mod gate_backward;
 pub mod guarded;
 pub mod layer;
+pub mod precompile;
 pub mod router;
 
 /// Why a check failed: one message with everything needed to repeat it.
@@ -26,6 +30,10 @@ impl<E: fmt::Display> From<E> for Failed {
     }
 }
 
+/// World, configuration and launches of an object.
+pub type Shape = (usize, Config, Tuning);
+
+type Shapes = dyn Fn() -> Vec<Shape> + Send + Sync;
 type Check = dyn Fn(&Backend) -> Result<usize, Failed> + Send + Sync;
 
 /// A named group of cases of one operation.
@@ -35,12 +43,33 @@ pub struct Group {
     /// What the cases have in common, for example `bf16 tile edges`.
     pub name: String,
     run: Box<Check>,
+    /// Worlds and configurations of its cases on a GPU, where kernels are compiled for each.
+    shapes: Option<Box<Shapes>>,
 }
 
 impl Group {
     /// `run` checks every case of the group on a backend and returns how many there were.
     pub fn new(op: &'static str, name: impl Into<String>, run: impl Fn(&Backend) -> Result<usize, Failed> + Send + Sync + 'static) -> Self {
-        Group { op, name: name.into(), run: Box::new(run) }
+        Group { op, name: name.into(), run: Box::new(run), shapes: None }
+    }
+
+    /// With the worlds and configurations of its cases on a GPU.
+    pub fn with_shapes(self, shapes: impl Fn() -> Vec<Shape> + Send + Sync + 'static) -> Self {
+        Group { shapes: Some(Box::new(shapes)), ..self }
+    }
+
+    /// The kernels that the group's cases load on a GPU, as far as they follow from configurations.
+    ///
+    /// # Errors
+    /// A configuration that has no plan.
+    pub fn programs(&self) -> Result<Vec<Program>, Failed> {
+        let mut programs = Vec::new();
+        for (world, config, tuning) in self.shapes.as_ref().map_or(Vec::new(), |shapes| shapes()) {
+            programs.extend(config.programs(world, tuning)?);
+        }
+        let mut seen = HashSet::new();
+        programs.retain(|program: &Program| seen.insert(format!("{} {:?}", program.entry, program.constants)));
+        Ok(programs)
     }
 
     /// Runs every case.

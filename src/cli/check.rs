@@ -3,7 +3,9 @@
 
 use std::time::Instant;
 
+use moe_kernels::check::precompile::{self, Share};
 use moe_kernels::check::{Failed, Group, groups, runs_on};
+use moe_kernels::gpu::Program;
 use moe_kernels::measure::report;
 use moe_kernels::{Backend, Error, Result};
 
@@ -34,9 +36,21 @@ pub fn check(arguments: &Arguments, output: &mut Output) -> Result<bool> {
     if arguments.processes {
         return processes::check(arguments.ranks, &arguments.backend, output);
     }
-    let backend = Backend::from_name(&arguments.backend)?;
     let groups = groups().into_iter().filter(|group| runs_on(group.op, &arguments.backend)).collect();
-    run(&choose(groups, arguments)?, &backend, output)
+    let chosen = choose(groups, arguments)?;
+    if let Some(share) = Share::of_this_process() {
+        return Ok(programs(&chosen).and_then(|programs| share.compile(&programs)).is_ok());
+    }
+    let backend = Backend::from_name(&arguments.backend)?;
+    if let Backend::Cuda(cuda) = &backend {
+        precompile::compile(cuda, programs(&chosen).map_or(0, |programs| programs.len()));
+    }
+    run(&chosen, &backend, output)
+}
+
+fn programs(chosen: &[Group]) -> Result<Vec<Program>, Failed> {
+    let all: Result<Vec<_>, _> = chosen.iter().map(Group::programs).collect();
+    Ok(all?.concat())
 }
 
 fn run(chosen: &[Group], backend: &Backend, output: &mut Output) -> Result<bool> {

@@ -250,6 +250,19 @@ impl Config {
         Ok(super::device::memory::DeviceLayout::new(self, &self.plan(world)?)?.plan())
     }
 
+    /// Every kernel that an object of this configuration loads on a GPU: to be compiled before there is one, as by
+    /// [`jit::compile`](crate::gpu::jit::compile).
+    ///
+    /// # Errors
+    /// As [`device_plan`](Self::device_plan).
+    pub fn programs(&self, world: usize, tuning: super::Tuning) -> Result<Vec<crate::gpu::Program>> {
+        let plan = self.plan(world)?;
+        let layout = super::device::memory::DeviceLayout::new(self, &plan)?;
+        let mut all = crate::ops::dispatch::gpu::programs(self, &plan, &layout, tuning);
+        all.extend(crate::ops::combine::gpu::programs(self, &plan, tuning));
+        Ok(all)
+    }
+
     /// The owners of the experts in a world of `world` ranks.
     pub fn placement(&self, world: usize) -> Result<Placement> {
         match &self.expert_map {

@@ -54,15 +54,16 @@ struct State {
 };
 static_assert(sizeof(State) == 64, "The host fills in the same struct.");
 
-// In memory of the host that kernels write: what the next call returns as an error.
+// In memory of the host: what kernels write and the next call returns as an error, and the word by which the host ends their waits.
 struct HostRecord {
     u64 status; // 0, or one of STATUS_*; the epoch in the upper 56 bits
     u64 num_demands;
     Failure failure;
     u64 demand[MAX_RANKS];
     u64 capacity[MAX_RANKS];
+    u64 abort; // not 0 once the host knows that the world has failed
 };
-static_assert(sizeof(HostRecord) == 1104, "The host fills in the same struct.");
+static_assert(sizeof(HostRecord) == 1112, "The host fills in the same struct.");
 constexpr u64 STATUS_CAPACITY_TOKENS = 1, STATUS_CAPACITY_ROWS = 2, STATUS_MISMATCH = 3, STATUS_FAILED = 4, STATUS_CAPACITY_EXPERT = 5;
 
 // What describes an arrival, in this rank's own memory, one for each bank; arrays of u32 follow.
@@ -142,6 +143,15 @@ DEVICE bool is_aborted(const Rank& me) {
     return load_relaxed_system(word_at(me, me.rank, ABORT, 0)) != 0;
 }
 
+// The same, or this rank's host says so: whoever finds that passes it on to the kernels behind. Only in waits that last: a read of the host's memory takes
+// microseconds.
+DEVICE bool must_end(const Rank& me, u32 polls) {
+    if (is_aborted(me) || load_relaxed_device(&me.state->failed) != 0) return true;
+    if (polls % 1024 != 1023 || load_relaxed_system(&me.host->abort) == 0) return false; // 1024: arbitrary, about half a millisecond
+    store_relaxed_system(word_at(me, me.rank, ABORT, 0), 1);
+    return true;
+}
+
 // A wait that came to its bound. Kept until the end of the kernel, where `report` stands once: code that never runs would lie in the way.
 struct TimedOut {
     u64 what; // as Failure
@@ -190,7 +200,7 @@ template <bool IS_COUNT> DEVICE u64 wait_for(const Rank& me, u32 op, u32 phase, 
         if (IS_COUNT ? value >> EPOCH_SHIFT == wanted : value >= wanted) return value;
         if (polls % 32 != 31) continue; // arbitrary: the clock is read every 20 us at most
         if (start == 0) start = time_ns();
-        if (is_aborted(me) || load_relaxed_device(&me.state->failed) != 0) return 0;
+        if (must_end(me, polls)) return 0;
         if (time_ns() - start > me.timeout_ns) {
             failed |= give_up(me, op, phase, peer, wanted, IS_COUNT ? value >> EPOCH_SHIFT : value);
             return 0;

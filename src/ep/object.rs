@@ -128,6 +128,12 @@ impl ExpertParallel {
         self.shared.cuda().map_or(Ok(()), |end| end.wait(&self.shared.member, self.shared.timeout))
     }
 
+    /// Of a GPU rank: fills its banks with 0xFF, for tests that look for reads of what nobody wrote. Before the first call of any rank; waits.
+    #[doc(hidden)]
+    pub fn poison(&self) -> Result<()> {
+        self.shared.cuda().map_or(Ok(()), End::poison)
+    }
+
     /// Of a GPU rank: calls from now on are queued in `stream`, after what the stream until now holds. While one of the two is being captured into a
     /// graph, the caller orders them.
     ///

@@ -74,9 +74,7 @@ table! {
         context_push = "cuCtxPushCurrent_v2"(context: Handle);
         context_pop = "cuCtxPopCurrent_v2"(context: *mut Handle);
         context_synchronize = "cuCtxSynchronize"();
-        stream_priorities = "cuCtxGetStreamPriorityRange"(least: *mut c_int, greatest: *mut c_int);
         stream_create = "cuStreamCreate"(stream: *mut Handle, flags: c_uint);
-        stream_create_urgent = "cuStreamCreateWithPriority"(stream: *mut Handle, flags: c_uint, priority: c_int);
         stream_destroy = "cuStreamDestroy_v2"(stream: Handle);
         stream_synchronize = "cuStreamSynchronize"(stream: Handle);
         stream_query = "cuStreamQuery"(stream: Handle);

@@ -9,7 +9,6 @@
 //! | [`Stream`], [`Event`], [`Graph`] | ours, or the caller's |
 //! | [`Buffer`], [`Pinned`] | memory; a caller's own memory is an address |
 //! | [`Shareable`], [`Extent`] | memory that other processes and devices use |
-//! | [`Alarm`] | words that the host sets beside running kernels |
 //! | [`Program`], [`Spec`] | a kernel as text and constants |
 //! | [`Kernels`], [`jit`] | compiled, cached in memory and on disk, loaded |
 //! | [`Kernel`], [`Geometry`] | a launch |
@@ -36,7 +35,6 @@
 //! | `MOE_NVRTC` | the run-time compiler, a file or its folder; else it is searched for ([`Nvrtc::get`]) |
 //! | `MOE_CACHE_DIR` | the folder of compiled kernels; else `moe-kernels` in `XDG_CACHE_HOME` or in `~/.cache` |
 
-mod alarm;
 mod blas;
 mod buffer;
 #[cfg(feature = "cudarc")]
@@ -56,7 +54,6 @@ mod program;
 mod shareable;
 mod stream;
 
-pub use alarm::Alarm;
 pub use blas::{Blas, CublasLt, Product};
 pub use buffer::{Buffer, Pinned};
 pub use device::{Device, Properties};

@@ -239,10 +239,19 @@ impl Shareable {
     /// # Errors
     /// [`Error::Gpu`] from the driver.
     pub fn clear(&self) -> Result<()> {
+        self.fill(self.len, 0)
+    }
+
+    /// Fills the first `len` bytes, and waits.
+    pub(crate) fn fill(&self, len: usize, byte: u8) -> Result<()> {
+        let to = self.range(0, len)?.address;
+        if len == 0 {
+            return Ok(());
+        }
         let stream = Stream::new(&self.device)?;
         let bound = self.device.bind()?;
         // SAFETY: the range lies in the mapping, which lives as long as self: the stream is waited for below.
-        unsafe { self.device.driver().fill_bytes(self.address().address, 0, self.len, stream.raw()) }?;
+        unsafe { self.device.driver().fill_bytes(to, byte, len, stream.raw()) }?;
         drop(bound);
         stream.synchronize()
     }

@@ -44,18 +44,6 @@ impl Stream {
         Ok(Stream(Arc::new(Inner { device: device.clone(), raw, owner: Owner::Ours })))
     }
 
-    /// As [`new`](Self::new), ahead of every other stream. Streams of one priority may share a queue of the hardware, where work waits behind work of
-    /// another stream; this one shares none with those of normal priority.
-    pub fn urgent(device: &Device) -> Result<Self> {
-        let (mut least, mut greatest, mut raw) = (0, 0, std::ptr::null_mut());
-        let _bound = device.bind()?;
-        // SAFETY: both numbers outlive the call; the context is current.
-        unsafe { device.driver().stream_priorities(&mut least, &mut greatest) }?;
-        // SAFETY: `raw` outlives the call; 1 is CU_STREAM_NON_BLOCKING, and the priority is one that the driver just named.
-        unsafe { device.driver().stream_create_urgent(&mut raw, 1, greatest) }?;
-        Ok(Stream(Arc::new(Inner { device: device.clone(), raw, owner: Owner::Ours })))
-    }
-
     /// A stream of the caller, or a null pointer for the legacy default stream.
     ///
     /// # Errors

@@ -1,10 +1,9 @@
 //! Every function of both tables is called.
 
 use std::os::fd::AsFd;
-use std::sync::Arc;
 
 use moe_kernels::Error;
-use moe_kernels::gpu::{Alarm, Buffer, Device, Driver, Event, Geometry, Graph, Nvrtc, Pinned, Shareable, Stream, jit};
+use moe_kernels::gpu::{Buffer, Device, Driver, Event, Geometry, Graph, Nvrtc, Pinned, Shareable, Stream, jit};
 
 use super::kernels::{Form, KERNELS, Scale, Test as Kernel, check_scale, scale, words};
 use super::{Needs, Outcome, Test, ensure, gpu, same};
@@ -27,11 +26,10 @@ fn entries() -> Outcome {
     device.adopt("test", "x", buffer.address().address)?;
     Pinned::new(&device, 8)?.device_address()?;
     // Memory that is shared.
-    let shared = Arc::new(Shareable::new(&device, 1 << 20)?);
+    let shared = Shareable::new(&device, 1 << 20)?;
     Shareable::import(&device, shared.export()?.as_fd(), &shared.extent())?;
     // SAFETY: `shared` outlives it, and nobody writes there.
     unsafe { Shareable::adopt(&device, shared.address().address, 1 << 20) }?;
-    Alarm::new(&device, &[shared], 0)?.raise()?;
     // Streams and events.
     // SAFETY: the default stream lives as long as the context.
     let default = unsafe { Stream::external(&device, std::ptr::null_mut()) }?;

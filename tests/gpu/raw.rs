@@ -62,9 +62,6 @@ raw! {
     allocate_async = "cuMemAllocAsync"(*mut u64, usize, Handle);
     allocate_managed = "cuMemAllocManaged"(*mut u64, usize, c_uint);
     copy_to_device = "cuMemcpyHtoDAsync_v2"(u64, *const c_void, usize, Handle);
-    copy_to_host = "cuMemcpyDtoHAsync_v2"(*mut c_void, u64, usize, Handle);
-    copy_on_device = "cuMemcpyDtoDAsync_v2"(u64, u64, usize, Handle);
-    write_value = "cuStreamWriteValue64_v2"(Handle, u64, u64, c_uint);
     free = "cuMemFree_v2"(u64);
     free_async = "cuMemFreeAsync"(u64, Handle);
     range_of = "cuMemGetAddressRange_v2"(*mut u64, *mut usize, u64);

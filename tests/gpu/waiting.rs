@@ -8,7 +8,7 @@ use libtest_mimic::Failed;
 use moe_kernels::ep::World;
 use moe_kernels::ep::device::AbortLine;
 use moe_kernels::ep::device::registry::{Demand, Holder, Limits, Other, Waiting, register};
-use moe_kernels::gpu::{Alarm, Buffer, Device, Geometry, Pinned, Shareable, Spec, Stream, jit};
+use moe_kernels::gpu::{Buffer, Device, Geometry, Pinned, Shareable, Spec, Stream, jit};
 use moe_kernels::{Backend, Error, Rank, Result};
 
 use super::kernels::{Form, HOLD_SMEM_BYTES, Hold, KERNELS, Scale, Test as Kernel, check_scale, read, scale, words};
@@ -17,10 +17,9 @@ use super::shareable::{join, run_ranks};
 use super::{Needs, Outcome, Test, ensure, gpu, report, same};
 
 pub const TRIALS: &[(&str, Needs, Test)] = &[
-    ("an alarm ends waits", Needs::GpuAlone, alarm),
-    ("ways to end a wait", Needs::GpuAlone, ways),
-    ("an alarm while others wait for the device", Needs::GpuAlone, alarm_beside_calls),
-    ("words that an alarm cannot set", Needs::Gpu, wrong_words),
+    ("the host ends waits", Needs::GpuAlone, abort),
+    ("the host ends waits beside calls of the driver", Needs::GpuAlone, abort_beside_calls),
+    ("streams share queues", Needs::GpuAlone, queues),
     ("setup beside a kernel that waits", Needs::GpuAlone, setup_beside),
     ("a failed world ends waits::threads", Needs::GpuAlone, threads_fail),
     ("a failed world ends waits::a killed process", Needs::GpuAlone, || processes_fail("abort killed")),
@@ -55,8 +54,6 @@ fn warm(device: &Device, stream: &Stream) -> Outcome {
     let ended = words(stream, &[1])?;
     hold(stream, (1, 32), ended.address().address, &ended, BOUND)?;
     check_scale(stream, 100, 1)?;
-    let memory = Arc::new(Shareable::new(device, 4096)?);
-    Alarm::new(device, &[memory], 0)?.raise()?;
     Ok(device.synchronize()?)
 }
 
@@ -101,197 +98,120 @@ impl Queues {
     }
 }
 
-fn alarm() -> Outcome {
+/// A word of the host's, which kernels wait for.
+fn host_word(device: &Device) -> Result<(Arc<Pinned>, u64)> {
+    let memory = Arc::new(Pinned::new(device, 4096)?);
+    let word = memory.device_address()? + ABORT as u64;
+    Ok((memory, word))
+}
+
+fn abort() -> Outcome {
     let (device, stream) = gpu()?;
     warm(&device, &stream)?;
+    let world = World::threads(&Backend::cpu(), 1)?.remove(0);
     let sms = device.num_sms();
     for (num, grid) in [(1, (1, 32)), (8, (16, 256)), (64, (2, 512)), (1, (sms * 4, 512)), (40, (sms, 256))] {
-        let memory = [Arc::new(Shareable::new(&device, 4096)?), Arc::new(Shareable::new(&device, 4096)?)];
-        // Made before and after the streams that wait: none of them may share a queue with it.
-        let queues = Queues::new(&device, num)?;
-        let alarm = Alarm::new(&device, &memory, 128)?;
-        let word = memory[1].address().address + 128;
+        let (memory, word) = host_word(&device)?;
+        let (queues, line) = (Queues::new(&device, num)?, AbortLine::new(&world, &memory, ABORT));
         queues.fill(grid, word)?;
         let start = Instant::now();
-        alarm.raise()?;
+        line.raise();
         let raised = start.elapsed();
         queues.wait()?;
         let ended = start.elapsed();
-        let num_blocks = num as u32 * grid.0;
         report(format!("{num} streams of {} x {} wait: raised in {raised:?}, all ended after {ended:?}", grid.0, grid.1));
-        ensure(
-            raised < SOON && ended < SOON,
-            format!("{num} streams of {grid:?} ended {ended:?} after the alarm was raised in {raised:?}"),
-        )?;
-        same("blocks that saw it", read(&stream, &queues.ended)?, vec![num_blocks])?;
-        let all = super::shareable::words_at(&stream, memory[0].address().address, 1024)?;
-        let want: Vec<u32> = (0..1024).map(|i| u32::from(i == 32)).collect();
-        ensure(all == want, "the alarm wrote something else")?;
-        // Twice is as good as once.
-        alarm.raise()?;
-        drop(alarm);
-        ensure(super::shareable::words_at(&stream, memory[0].address().address, 1024)? == want, "the second alarm wrote something else")?;
+        ensure(ended < SOON, format!("{num} streams of {grid:?} ended {ended:?} after the word was set"))?;
+        same("blocks that saw it", read(&stream, &queues.ended)?, vec![num as u32 * grid.0])?;
+        let want: Vec<u8> = (0..4096).map(|at| u8::from(at == ABORT)).collect();
+        ensure(memory.bytes() == want, "something else was set")?;
     }
-    // For the record: an ordinary stream in place of the alarm's own.
-    let (queues, late) = (Queues::new(&device, 40)?, Stream::new(&device)?);
-    let memory = Shareable::new(&device, 4096)?;
-    let raw = Raw::open()?;
-    queues.fill((2, 256), memory.address().address)?;
-    let start = Instant::now();
-    let mut one = Pinned::new(&device, 8)?;
-    one.bytes_mut()[0] = 1;
-    raw.with_context(raw.primary(&device)?, || {
-        // SAFETY: both memories have 8 bytes and live until the device has been waited for.
-        ok("cuMemcpyHtoDAsync", unsafe { (raw.copy_to_device)(memory.address().address, one.bytes().as_ptr().cast(), 8, late.raw()) })
-    })?;
-    queues.wait()?;
-    device.synchronize()?;
-    report(format!("40 streams wait, a copy in an ordinary stream ends them after {:?}", start.elapsed()));
     Ok(())
 }
 
-/// What is queued behind the kernels that wait.
-#[derive(Clone, Copy, Debug)]
-enum Behind {
-    Kernels,
-    CopiesTo,
-    CopiesFrom,
-    Fills,
-}
-
-/// Ways in which the host sets a word, in a stream of its own.
-#[derive(Clone, Copy, Debug)]
-enum Way {
-    /// A copy from pinned memory.
-    Copy,
-    /// A value that the queue itself writes.
-    Value,
-    /// A kernel.
-    Kernel,
-    /// A copy from device memory.
-    CopyOnDevice,
-    /// The word lies in pinned memory, and kernels read it there.
-    Pinned,
-}
-
-/// Which way works depends on what is queued elsewhere: streams share queues of the hardware.
-fn ways() -> Outcome {
+/// Streams share the hardware's queues: when each is taken by a stream with work behind a kernel that waits, other work waits too. The registry counts on
+/// there being as many queues as it says.
+fn queues() -> Outcome {
     let (device, stream) = gpu()?;
     warm(&device, &stream)?;
-    let raw = Raw::open()?;
-    let context = raw.primary(&device)?;
-    let bound = Duration::from_millis(120);
-    let sms = device.num_sms();
-    let scale_kernel = KERNELS.get("test", &stream, Kernel::Scale { factor: 3 })?;
-    let (mut pinned, other) = (Pinned::new(&device, 8192)?, words(&stream, &vec![0; 2000])?);
-    let (from_pinned, here) = (pinned.bytes().as_ptr().cast::<c_void>(), other.address().address);
-    let to_pinned = pinned.bytes_mut().as_mut_ptr().cast::<c_void>();
-    for is_urgent in [false, true] {
-        for (num, grid) in [(8, (4, 256)), (64, (2, 256)), (1, (sms * 4, 512))] {
-            for behind in [Behind::Kernels, Behind::CopiesTo, Behind::CopiesFrom, Behind::Fills] {
-                let mut line =
-                    format!("{num:2} streams of {:3} x {}, {behind:?} behind{}:", grid.0, grid.1, if is_urgent { ", urgent" } else { "" });
-                for way in [Way::Copy, Way::Value, Way::Kernel, Way::CopyOnDevice, Way::Pinned] {
-                    let own = if is_urgent { Stream::urgent(&device)? } else { Stream::new(&device)? };
-                    let streams = (0..num).map(|_| Stream::new(&device)).collect::<Result<Vec<_>>>()?;
-                    let (memory, ended) = (words(&stream, &[0, 0, 1, 0])?, words(&stream, &[0])?);
-                    let (mut one, mut host) = (Pinned::new(&device, 8)?, Pinned::new(&device, 8)?);
-                    one.bytes_mut()[0] = 1;
-                    let at = memory.address().address;
-                    let word = if matches!(way, Way::Pinned) { host.device_address()? } else { at };
-                    for stream in &streams {
-                        hold(stream, grid, word, &ended, bound)?;
-                        // SAFETY: all memory here is as large as each of these says, and lives until the device has been waited for below.
-                        raw.with_context(context, || match behind {
-                            Behind::Kernels => Ok(()),
-                            // SAFETY: as above.
-                            Behind::CopiesTo => ok("copy", unsafe { (raw.copy_to_device)(here, from_pinned, 4000, stream.raw()) }),
-                            // SAFETY: as above.
-                            Behind::CopiesFrom => ok("copy", unsafe { (raw.copy_to_host)(to_pinned, here, 4000, stream.raw()) }),
-                            // SAFETY: as above.
-                            Behind::Fills => ok("copy", unsafe { (raw.copy_on_device)(here, here + 4000, 4000, stream.raw()) }),
-                        })?;
-                        if matches!(behind, Behind::Fills) {
-                            other.fill(stream, 0, 4000, 0)?;
-                        }
-                        scale(stream, scale_kernel, Scale { from: here, to: here, num: 1000, addend: 1 }, false)?;
-                    }
-                    std::thread::sleep(Duration::from_millis(5));
-                    let start = Instant::now();
-                    raw.with_context(context, || match way {
-                        // SAFETY: as above.
-                        Way::Copy => ok("copy", unsafe { (raw.copy_to_device)(at, one.bytes().as_ptr().cast(), 8, own.raw()) }),
-                        // SAFETY: as above; 0 asks for nothing special.
-                        Way::Value => ok("value", unsafe { (raw.write_value)(own.raw(), at, 1, 0) }),
-                        Way::Kernel => Ok(scale(&own, scale_kernel, Scale { from: at + 4, to: at, num: 1, addend: 1 }, false)?),
-                        // SAFETY: as above.
-                        Way::CopyOnDevice => ok("copy", unsafe { (raw.copy_on_device)(at, at + 8, 4, own.raw()) }),
-                        Way::Pinned => {
-                            host.bytes_mut()[0] = 1;
-                            Ok(())
-                        }
-                    })?;
-                    for stream in &streams {
-                        stream.synchronize()?;
-                    }
-                    let took = start.elapsed();
-                    device.synchronize()?;
-                    let all = read(&stream, &ended)?[0] == num as u32 * grid.0;
-                    line += &format!(" {way:?} {}", if all { format!("{:.0} us", took.as_secs_f64() * 1e6) } else { "STUCK".into() });
-                }
-                report(line);
+    let bound = Duration::from_millis(40);
+    let kernel = KERNELS.get("test", &stream, Kernel::Scale { factor: 3 })?;
+    let other = words(&stream, &[0; 8])?;
+    let here = other.address().address;
+    let after = |stream: &Stream| scale(stream, kernel, Scale { from: here, to: here, num: 8, addend: 1 }, false);
+    // Some streams wait, with a kernel behind or without; another one has work.
+    let is_held_up = |waiting: &[Stream], free: &Stream, with_kernel: bool| -> Result<bool, Failed> {
+        let (zero, ended) = (words(&stream, &[0])?, words(&stream, &[0])?);
+        for stream in waiting {
+            hold(stream, (1, 32), zero.address().address, &ended, bound)?;
+            if with_kernel {
+                after(stream)?;
             }
         }
+        after(free)?;
+        let start = Instant::now();
+        free.synchronize()?;
+        let took = start.elapsed();
+        device.synchronize()?;
+        Ok(took > bound / 2)
+    };
+    let make = |num: usize| (0..num).map(|_| Stream::new(&device)).collect::<Result<Vec<_>>>();
+    let queues = Limits::of(&device).queues as usize;
+    for with_kernel in [true, false] {
+        let mut first = None;
+        for num in 1..=queues + 2 {
+            let (waiting, free) = (make(num)?, Stream::new(&device)?);
+            if first.is_none() && is_held_up(&waiting, &free, with_kernel)? {
+                first = Some(num);
+            }
+        }
+        report(format!("{queues} queues; another stream is held up by {first:?} streams that wait, work behind them: {with_kernel}"));
+        ensure(first.is_none_or(|num| num >= queues), format!("{first:?} streams hold up another one, there are {queues} queues"))?;
+    }
+    // Which queue a stream gets does not depend on how many others were made before.
+    for gap in 0..2 * queues {
+        let first = make(1)?;
+        let between = make(gap)?;
+        let between = gap.is_multiple_of(2).then_some(between);
+        let second = Stream::new(&device)?;
+        ensure(queues == 1 || !is_held_up(&first, &second, true)?, format!("one stream holds up another one, made after {gap} others"))?;
+        drop(between);
     }
     Ok(())
 }
 
 /// While other threads are inside calls of the driver that wait for the device.
-fn alarm_beside_calls() -> Outcome {
+fn abort_beside_calls() -> Outcome {
     let (device, stream) = gpu()?;
     warm(&device, &stream)?;
+    let world = World::threads(&Backend::cpu(), 1)?.remove(0);
     type Call = fn(&Device, &Stream) -> Result<()>;
-    let calls: [(&str, bool, Call); 5] = [
-        ("waiting for the stream", true, |_, stream| stream.synchronize()),
-        ("waiting for the context", true, |device, _| device.synchronize()),
-        ("allocating and freeing device memory", false, |device, _| Buffer::new(device, 64 << 20).map(drop)),
-        ("allocating and freeing pinned memory", false, |device, _| Pinned::new(device, 1 << 20).map(drop)),
-        ("compiling and loading a kernel", false, |device, _| KERNELS.load(device, Kernel::Scale { factor: 101 }).map(drop)),
+    let calls: [(&str, Call); 5] = [
+        ("waiting for the stream", |_, stream| stream.synchronize()),
+        ("waiting for the context", |device, _| device.synchronize()),
+        ("allocating and freeing device memory", |device, _| Buffer::new(device, 64 << 20).map(drop)),
+        ("allocating and freeing pinned memory", |device, _| Pinned::new(device, 1 << 20).map(drop)),
+        ("compiling and loading a kernel", |device, _| KERNELS.load(device, Kernel::Scale { factor: 101 }).map(drop)),
     ];
-    for (name, must_end, call) in calls {
-        let memory = Arc::new(Shareable::new(&device, 4096)?);
-        let alarm = Alarm::new(&device, std::slice::from_ref(&memory), 0)?;
+    for (name, call) in calls {
+        let (memory, word) = host_word(&device)?;
+        let line = AbortLine::new(&world, &memory, ABORT);
         let ended = words(&stream, &[0])?;
-        let bound = if must_end { BOUND } else { BOUND / 4 };
-        hold(&stream, (4, 256), memory.address().address, &ended, bound)?;
+        hold(&stream, (4, 256), word, &ended, BOUND)?;
         let start = Instant::now();
-        let (raised, took) = std::thread::scope(|scope| {
+        let took = std::thread::scope(|scope| {
             let other = scope.spawn(|| {
                 let start = Instant::now();
                 call(&device, &stream).map(|()| start.elapsed())
             });
             std::thread::sleep(Duration::from_millis(50));
-            let start = Instant::now();
-            let raised = alarm.raise().map(|()| start.elapsed());
-            (raised, other.join().map_err(|_| Failed::from("the other thread panicked")))
-        });
+            line.raise();
+            other.join().map_err(|_| Failed::from("the other thread panicked"))
+        })??;
         stream.synchronize()?;
-        let (raised, took, all) = (raised?, took??, start.elapsed());
-        let is_seen = read(&stream, &ended)? == [4];
-        report(format!("{name} took {took:?}; the alarm was raised in {raised:?}; all ended after {all:?}, by it: {is_seen}"));
-        ensure(!must_end || (is_seen && all < SOON), format!("{name}: the alarm did not end the wait"))?;
+        let all = start.elapsed();
+        report(format!("{name} took {took:?}; the word was set after 50 ms; all ended after {all:?}"));
+        ensure(read(&stream, &ended)? == [4] && all < SOON, format!("{name}: the wait did not end"))?;
     }
-    Ok(())
-}
-
-fn wrong_words() -> Outcome {
-    let (device, _) = gpu()?;
-    let memory = [Arc::new(Shareable::new(&device, 4096)?), Arc::new(Shareable::new(&device, 4092)?)];
-    for offset in [4089, 4096, 1, 4, usize::MAX, usize::MAX - 7, 4088] {
-        super::memory::names(&offset.to_string(), Alarm::new(&device, &memory, offset), "offset", &["multiple of 8"])?;
-    }
-    Alarm::new(&device, &memory[..1], 4088)?.raise()?;
-    Alarm::new(&device, &[], 0)?.raise()?;
     Ok(())
 }
 
@@ -314,7 +234,7 @@ fn setup_beside() -> Outcome {
         report(format!("{name} beside a kernel of {bound:?}: {took:?}{}", if has_waited { ", it waits" } else { "" }));
         ensure(!has_waited, format!("{name} waits for a kernel"))
     };
-    let (mut memory, mut mapped, mut line) = (None, None, None);
+    let (mut memory, mut mapped) = (None, None);
     time("allocating shareable memory", &mut || Shareable::new(&device, 64 << 20).map(|new| drop(memory.replace(Arc::new(new)))))?;
     let memory = memory.ok_or("no memory")?;
     let file = memory.export()?;
@@ -322,12 +242,6 @@ fn setup_beside() -> Outcome {
     time("importing it", &mut || Shareable::import(&device, file.as_fd(), &memory.extent()).map(|new| mapped = Some(new)))?;
     time("unmapping what was imported", &mut || {
         mapped = None;
-        Ok(())
-    })?;
-    time("making an alarm", &mut || Alarm::new(&device, std::slice::from_ref(&memory), 0).map(|new| line = Some(new)))?;
-    time("raising it", &mut || line.as_ref().map_or(Ok(()), Alarm::raise))?;
-    time("dropping it", &mut || {
-        line = None;
         Ok(())
     })?;
     let mut memory = Some(memory);
@@ -341,32 +255,33 @@ fn setup_beside() -> Outcome {
 const ABORT: usize = 256;
 
 /// This rank waits for its own abort word, as a kernel of an operation does; how long that took and whether it was set.
-fn wait_for_abort(device: &Device, mine: &Shareable) -> Result<(Duration, bool)> {
+fn wait_for_abort(device: &Device, word: u64) -> Result<(Duration, bool)> {
     let stream = Stream::new(device)?;
     let ended = words(&stream, &[0])?;
     let start = Instant::now();
-    hold(&stream, (2, 64), mine.address().address + ABORT as u64, &ended, BOUND)?;
+    hold(&stream, (2, 64), word, &ended, BOUND)?;
     stream.synchronize()?;
     Ok((start.elapsed(), read(&stream, &ended)? == [2]))
 }
 
-fn line(world: &World, device: &Device) -> Result<(Vec<Arc<Shareable>>, AbortLine)> {
-    let all = world.exchange_device_memory("test", device, Shareable::new(device, 4096).map(Arc::new))?;
-    let line = AbortLine::new(world, device, &all, ABORT)?;
+/// A rank's line, when all have theirs.
+fn line(world: &World, device: &Device) -> Result<(Arc<Pinned>, u64, AbortLine)> {
+    let (memory, word) = host_word(device)?;
+    let line = AbortLine::new(world, &memory, ABORT);
     world.barrier()?;
-    Ok((all, line))
+    Ok((memory, word, line))
 }
 
 fn threads_fail() -> Outcome {
     let (device, stream) = gpu()?;
     warm(&device, &stream)?;
     let ranks = World::run(&Backend::cpu(), 4, |world| {
-        let (all, _line) = line(&world, &device)?;
+        let (_memory, word, _line) = line(&world, &device)?;
         if world.rank() == Rank(2) {
             std::thread::sleep(Duration::from_millis(100));
             panic!("a rank of a trial panics");
         }
-        wait_for_abort(&device, &all[world.rank().index()])
+        wait_for_abort(&device, word)
     })?;
     for (rank, result) in ranks.into_iter().enumerate() {
         match result {
@@ -377,15 +292,14 @@ fn threads_fail() -> Outcome {
     }
     // A world that ends well sets nothing.
     let ranks = World::run(&Backend::cpu(), 3, |world| {
-        let (all, line) = line(&world, &device)?;
+        let (memory, _, line) = line(&world, &device)?;
         world.barrier()?;
         drop(line);
         world.barrier()?;
-        let stream = Stream::new(&device)?;
-        super::shareable::words_at(&stream, all[world.rank().index()].address().address, 1024)
+        Ok(memory.bytes().to_vec())
     })?;
     for rank in ranks {
-        ensure(rank?.iter().all(|word| *word == 0), "an abort word was set in a world that did not fail")?;
+        ensure(rank?.iter().all(|byte| *byte == 0), "an abort word was set in a world that did not fail")?;
     }
     Ok(())
 }
@@ -403,7 +317,7 @@ pub fn abort_rank(end: End) -> Outcome {
     let world = join()?;
     let device = Device::open(0)?;
     warm(&device, &Stream::new(&device)?)?;
-    let (all, line) = line(&world, &device)?;
+    let (_memory, word, line) = line(&world, &device)?;
     if world.rank() == Rank(1) {
         std::thread::sleep(Duration::from_millis(100));
         match end {
@@ -420,7 +334,7 @@ pub fn abort_rank(end: End) -> Outcome {
     if end == End::GaveUp && world.rank() == Rank(0) {
         return Ok(());
     }
-    let (time, is_set) = wait_for_abort(&device, &all[world.rank().index()])?;
+    let (time, is_set) = wait_for_abort(&device, word)?;
     ensure(is_set && time < SOON, format!("rank {}: {time:?}, by the abort word: {is_set}", world.rank()))?;
     let first = world.failure().ok_or("no failure is known")?;
     let culprit = if end == End::GaveUp { Rank(0) } else { Rank(1) };

@@ -24,7 +24,7 @@ impl Place {
     pub(in crate::check) fn new(backend: Backend) -> Result<Self, Failed> {
         let arena = match &backend {
             Backend::Cpu(_) => None,
-            Backend::Cuda(cuda) => Some(Arena::new(cuda, ARENA_BYTES)?),
+            Backend::Cuda(cuda) => Some(Arena::kept(cuda, ARENA_BYTES)?),
         };
         Ok(Place { backend, arena })
     }

@@ -7,6 +7,31 @@ use crate::id::Rank;
 use crate::oracle::dispatch::dispatch;
 use crate::tensor::DType;
 
+/// Which of a list a group takes. On a CPU all of it. On a GPU kernels are compiled for each world and configuration, one after the other by NVRTC, which
+/// no number of threads makes faster: there a group takes a part, other groups with the same feature take others, and together they meet every pair.
+#[derive(Debug, Clone, Copy)]
+pub enum Part {
+    /// All.
+    Whole,
+    /// Every so many-th, from this one on.
+    Every(usize, usize),
+}
+
+impl Part {
+    /// All on a CPU; on a GPU every `n`-th, from the `first`, which is taken modulo `n`, on.
+    pub fn of(is_gpu: bool, n: usize, first: usize) -> Self {
+        if is_gpu { Part::Every(n, first % n) } else { Part::Whole }
+    }
+
+    /// Whether the `i`-th is taken.
+    pub fn takes(self, i: usize) -> bool {
+        match self {
+            Part::Whole => true,
+            Part::Every(n, first) => i % n == first,
+        }
+    }
+}
+
 /// A world and what its ranks route.
 #[derive(Debug, Clone)]
 pub struct Traffic {
@@ -224,10 +249,14 @@ pub fn combine_script(name: &str, config: Config, traffic: &Traffic, index: usiz
     Script { name, world: traffic.world(), config, batches, steps: steps.steps, rows: Rows::BySlot, specials, delays: false }
 }
 
-/// The same in low-latency mode, with `expected_tokens` that choose its one-message form.
+/// In low-latency mode, with `expected_tokens` that choose its one-message form.
+pub fn low_latency_config(config: Config) -> Config {
+    Config { mode: Mode::LowLatency, expected_tokens: 1, ..config }
+}
+
+/// The same in low-latency mode.
 pub fn low_latency(mut script: Script) -> Script {
-    script.config.mode = Mode::LowLatency;
-    script.config.expected_tokens = 1;
+    script.config = low_latency_config(script.config);
     script.name.insert_str(0, "low latency ");
     script
 }

@@ -10,7 +10,7 @@ use super::buffer::{HostNumbers, Matrix, Place, in_setup};
 use super::script::{Batch, Count, Expected, Phase, Prepared, Step, Sums};
 use crate::check::Failed;
 use crate::check::guarded::Guarded;
-use crate::ep::{Config, ExpertParallel, World};
+use crate::ep::{Config, ExpertParallel, Tuning, World};
 use crate::error::{Demand, Error, Result};
 use crate::ops::combine::{self, ExpertRows};
 use crate::ops::dispatch::{self, Arrival, NumTokens, Outputs, Payload, Routing};
@@ -68,10 +68,10 @@ struct Walk<'a> {
 }
 
 /// Every step, as `world`'s rank. Differences do not stop the rank: its peers wait for it.
-pub(super) fn run_rank(prepared: &Prepared, world: &World) -> Result<RankReport> {
+pub(super) fn run_rank(prepared: &Prepared, world: &World, tuning: Tuning) -> Result<RankReport> {
     let script = &prepared.script;
     let place = Place::new(world.backend()).map_err(in_setup)?;
-    let ep = ExpertParallel::new(world, script.config.clone())?;
+    let ep = ExpertParallel::with_tuning(world, script.config.clone(), tuning)?;
     let num_routings = script.steps.iter().map(|step| match step {
         Step::Dispatch { routing, .. } => routing + 1,
         _ => 0,

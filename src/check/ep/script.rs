@@ -8,8 +8,8 @@ use std::time::Duration;
 use super::inputs::elements;
 use super::rank::{RankReport, run_rank};
 use crate::backend::Backend;
-use crate::check::Failed;
-use crate::ep::{Config, World};
+use crate::check::{Failed, Shape};
+use crate::ep::{Config, Sums as Forms, Tuning, World};
 use crate::error::{Demand, Error};
 use crate::oracle::combine::{combine, fold};
 use crate::oracle::dispatch::{Dispatched, Row, Tokens, dispatch, replay};
@@ -207,6 +207,26 @@ impl Script {
         Ok(Prepared { script: self, expected })
     }
 
+    /// What its objects are.
+    pub fn shape(&self) -> Shape {
+        (self.world, self.config.clone(), self.tuning())
+    }
+
+    /// How objects are made for it: what its combines ask for, and nothing else.
+    pub fn tuning(&self) -> Tuning {
+        let mut sums = Forms::NONE;
+        for step in &self.steps {
+            match step {
+                Step::Combine { add_to: None, .. } => sums.plain = true,
+                Step::Combine { add_to: Some(dtype), .. } if *dtype == self.config.combine_dtype => sums.add_to = true,
+                Step::Combine { .. } => sums.add_to_f32 = true,
+                _ => {}
+            }
+            sums.unfolded |= matches!(step, Step::Combine { fold: false, .. });
+        }
+        Tuning { sums, ..Tuning::default() }
+    }
+
     fn sums(&self, step: u64, dispatched: &Dispatched, add_to: Option<DType>, with_fold: bool) -> Sums {
         let row_bytes = self.config.hidden * self.config.combine_dtype.size();
         let mut y = Vec::new();
@@ -259,9 +279,17 @@ impl Prepared {
     /// # Errors
     /// What differs, on which rank, in which step.
     pub fn run(&self, backend: &Backend) -> Result<Report, Failed> {
+        self.run_tuned(backend, self.script.tuning())
+    }
+
+    /// As [`run`](Self::run), with launches as the caller says.
+    ///
+    /// # Errors
+    /// As [`run`](Self::run).
+    pub fn run_tuned(&self, backend: &Backend, tuning: Tuning) -> Result<Report, Failed> {
         let script = &self.script;
         let fail = |text: String| Failed(format!("{} [{backend:?}, world {}]: {text}", script.name, script.world));
-        let results = World::run(backend, script.world, |world| run_rank(self, &world)).map_err(|e| fail(e.to_string()))?;
+        let results = World::run(backend, script.world, |world| run_rank(self, &world, tuning)).map_err(|e| fail(e.to_string()))?;
         report_of(results, fail)
     }
 }
@@ -273,7 +301,7 @@ impl Prepared {
 pub(super) fn run_joined(prepared: &Prepared, world: &World) -> Result<Report, Failed> {
     let script = &prepared.script;
     let fail = |text: String| Failed(format!("{} [world {} of processes]: {text}", script.name, script.world));
-    let mine = run_rank(prepared, world);
+    let mine = run_rank(prepared, world, script.tuning());
     // A rank that could not go on has told the others, or is told by the exchange.
     let all: Vec<Result<RankReport, Error>> = world.exchange("check", Ok(mine)).map_err(|e| fail(e.to_string()))?;
     report_of(all, fail)

@@ -32,7 +32,7 @@ pub(crate) struct End {
     /// Replaced when the object changes its stream.
     ctx: RwLock<Ctx>,
     abort: Option<AbortLine>,
-    record: Option<Pinned>,
+    record: Option<Arc<Pinned>>,
     _permit: Permit,
     /// This rank's own, unlike `memories`, which peers use.
     private: Shareable,
@@ -41,7 +41,7 @@ pub(crate) struct End {
 }
 
 /// Records of objects that are gone. Freeing pinned memory waits for all work of the device, which may wait for the rank that frees.
-static SPARE_RECORDS: Mutex<Vec<Pinned>> = Mutex::new(Vec::new());
+static SPARE_RECORDS: Mutex<Vec<Arc<Pinned>>> = Mutex::new(Vec::new());
 
 static LOADING: Mutex<()> = Mutex::new(());
 
@@ -74,7 +74,7 @@ impl End {
                 }
             }
             let record = record(device)?;
-            let abort = AbortLine::new(world, device, &memories, layout.regions.signals + layout.signals.abort)?;
+            let abort = AbortLine::new(world, &record, std::mem::offset_of!(HostRecord, abort));
             Ok((kernels, permit, private, record, abort, timeout.clone()?))
         };
         let own = own();
@@ -153,6 +153,12 @@ impl End {
             Some(first) => Err(Error::Poisoned { first: member.fail(first) }),
             None => member.check_alive(),
         }
+    }
+
+    /// Fills everything before the signal words with 0xFF, and waits.
+    pub fn poison(&self) -> Result<()> {
+        let signals = self.ctx().layout.regions.signals;
+        self.memories[self.rank].fill(signals, 0xFF)
     }
 
     /// Address of byte `at` of this rank's symmetric memory.
@@ -240,10 +246,12 @@ fn permit(device: &Device, holder: Holder, ranks_here: usize, kernels: &mut Obje
     }
 }
 
-fn record(device: &Device) -> Result<Pinned> {
+fn record(device: &Device) -> Result<Arc<Pinned>> {
     let spare = lock(&SPARE_RECORDS).pop();
-    let mut pinned = spare.map_or_else(|| Pinned::new(device, size_of::<HostRecord>()), Ok)?;
-    pinned.bytes_mut().fill(0);
+    let pinned = spare.map_or_else(|| Pinned::new(device, size_of::<HostRecord>()).map(Arc::new), Ok)?;
+    for at in (0..size_of::<HostRecord>()).step_by(8) {
+        pinned.word(at).store(0, Ordering::Relaxed);
+    }
     Ok(pinned)
 }
 

@@ -34,7 +34,7 @@ pub(crate) struct State {
     pub spare: [u64; 3],
 }
 
-/// In pinned host memory that kernels write: `HostRecord` of layout.cuh. [`record`](super::record) makes errors of it.
+/// In pinned host memory, which kernels write, and read the last word of: `HostRecord` of layout.cuh. [`record`](super::record) makes errors of it.
 #[repr(C)]
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Pod, Zeroable)]
 pub(crate) struct HostRecord {
@@ -44,6 +44,8 @@ pub(crate) struct HostRecord {
     pub failure: Failure,
     pub demand: [u64; MAX_RANKS],
     pub capacity: [u64; MAX_RANKS],
+    /// Not 0 once the host knows that the world has failed.
+    pub abort: u64,
 }
 
 /// What describes an arrival: `BankHead` of layout.cuh.
@@ -137,7 +139,7 @@ impl Signals {
 // As the kernels assert with the same numbers.
 const _: () = {
     assert!(size_of::<Failure>() == 64 && size_of::<State>() == 64 && size_of::<Place>() == 8);
-    assert!(size_of::<HostRecord>() == 16 + 64 + 2 * 8 * MAX_RANKS && offset_of!(HostRecord, demand) == 80);
+    assert!(size_of::<HostRecord>() == 16 + 64 + 2 * 8 * MAX_RANKS + 8 && offset_of!(HostRecord, demand) == 80);
     assert!(size_of::<BankHead>() == 288 && offset_of!(BankHead, arrival_start) == 16);
     assert!(size_of::<RoutingHead>() == 272 && offset_of!(RoutingHead, arrival_base) == 16);
     assert!(size_of::<RankParameters>() == 64 + 8 * MAX_RANKS && offset_of!(RankParameters, peers) == 64);

@@ -19,6 +19,10 @@
 //! In both, the multiprocessors that blocks can make useless are counted and not how many fit at best. One object alone on a device waits for nobody there: its
 //! grids only have to fit.
 //!
+//! A third thing is shared: the queues by which streams reach the device. When all of them are taken by streams that have work behind a kernel that waits,
+//! whatever else is queued waits too. Measured on an H200: another stream is held up by as many such streams as `CUDA_DEVICE_MAX_CONNECTIONS` says, 8 by
+//! itself and at most 32. So a device takes no more ranks of a process than that; who uses further streams beside them leaves room.
+//!
 //! Processes that share a device take turns on it as a whole, so each process counts its own. (Under a multi-process service they do not; there the
 //! ranks of one device belong into one process.)
 #![forbid(unsafe_code)]
@@ -45,7 +49,11 @@ pub struct Limits {
     pub blocks: u32,
     /// Shared memory that each block takes beside its own.
     pub reserved_smem_bytes: u32,
+    /// Queues of a process.
+    pub queues: u32,
 }
+
+const CONNECTIONS: &str = "CUDA_DEVICE_MAX_CONNECTIONS";
 
 /// What a block takes of a multiprocessor.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -135,8 +143,10 @@ impl Limits {
     /// Those of a GPU.
     pub fn of(device: &Device) -> Self {
         let p = device.properties();
+        // Spec: 1 to 32, and 8 where nothing is said; the driver reads it when it starts.
+        let queues = std::env::var(CONNECTIONS).ok().and_then(|text| text.parse().ok()).filter(|n| (1..=32).contains(n)).unwrap_or(8);
         let sm = Block { threads: p.max_threads_per_sm, registers: p.registers_per_sm, smem_bytes: p.smem_bytes_per_sm };
-        Limits { sms: p.num_sms, sm, blocks: p.max_blocks_per_sm, reserved_smem_bytes: p.reserved_smem_bytes }
+        Limits { sms: p.num_sms, sm, blocks: p.max_blocks_per_sm, reserved_smem_bytes: p.reserved_smem_bytes, queues }
     }
 
     /// A block of `threads`, each with as many registers as the compiler says, and `smem_bytes` of shared memory.
@@ -348,6 +358,18 @@ impl Registry {
             let fitting = (1..most).rev().find(|blocks| with(&demand.cut(*blocks)).is_ok());
             return Err(refused(op, limits, num_ranks, &demand, &refusal, &others, fitting));
         }
+        let (world, _) = holder.object;
+        let other_ranks: BTreeSet<_> =
+            here().map(|entry| (entry.holder.object.0, entry.holder.rank)).filter(|(w, _)| *w != world).collect();
+        let ranks = other_ranks.len() + num_ranks;
+        if ranks > limits.queues as usize {
+            let queues = limits.queues;
+            let why = format!(
+                "work of a process reaches the device through {queues} queues, where that of a late rank would wait behind the others; set {CONNECTIONS}, \
+                 up to 32, before the process first uses the GPU"
+            );
+            return Err(Error::Unsupported { op, what: format!("{ranks} ranks of one process on one device"), why });
+        }
         entries.num_added += 1;
         let id = entries.num_added;
         entries.entries.push(Entry { id, device, holder, demand });
@@ -394,8 +416,13 @@ mod tests {
     use super::*;
 
     /// Of an H200, as the driver reports it.
-    const H200: Limits =
-        Limits { sms: 132, sm: Block { threads: 2048, registers: 65536, smem_bytes: 233_472 }, blocks: 32, reserved_smem_bytes: 1024 };
+    const H200: Limits = Limits {
+        sms: 132,
+        sm: Block { threads: 2048, registers: 65536, smem_bytes: 233_472 },
+        blocks: 32,
+        reserved_smem_bytes: 1024,
+        queues: 8,
+    };
 
     fn grid(name: Name, blocks: u32, threads: u32, registers: u32) -> Waiting {
         let block = H200.block(threads, registers, 0);
@@ -526,6 +553,23 @@ mod tests {
         assert_eq!(lock(&registry.0).entries.len(), 4);
         drop(permits);
         assert_eq!(lock(&registry.0).entries.len(), 0);
+    }
+
+    #[test]
+    fn a_device_takes_as_many_ranks_as_it_has_queues() {
+        let registry = registry();
+        let add = |world: usize, object: u64, rank: u32, num: usize| {
+            registry.register("ep setup", &H200, 0, Holder { object: (world, object), rank: Rank(rank) }, num, demand(1, 64, 32))
+        };
+        let Err(Error::Unsupported { what, why, .. }) = add(1, 1, 0, 9) else { panic!("9 ranks have 8 queues") };
+        assert!(what.starts_with("9 ranks") && why.contains(CONNECTIONS), "{what}; {why}");
+        // Two objects of 6 ranks, and another world.
+        let permits: Vec<_> = (0..12).map(|i| add(1, i / 6, i as u32 % 6, 6).unwrap()).collect();
+        let others = [0, 1].map(|rank| add(2, 1, rank, 2).unwrap());
+        assert!(add(3, 1, 0, 1).is_err());
+        drop(permits);
+        assert!(add(3, 1, 0, 6).is_ok() && add(3, 1, 0, 7).is_err());
+        drop(others);
     }
 
     #[test]

@@ -39,6 +39,25 @@ pub(crate) struct Shape {
     pub num_experts: u32,
 }
 
+/// What a kernel looks at of a [`Shape`], beside the number of ranks.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Uses {
+    /// Routes of a token.
+    pub k: bool,
+    /// Where signal words and counts are, and whether rows are those of experts.
+    pub words: bool,
+    /// Which of the expert layouts it is.
+    pub fixed: bool,
+    /// Owners of experts.
+    pub owners: bool,
+    pub local_ids: bool,
+    pub may_drop: bool,
+}
+
+impl Uses {
+    pub const NOTHING: Uses = Uses { k: false, words: false, fixed: false, owners: false, local_ids: false, may_drop: false };
+}
+
 /// `BY_EXPERT` of layout.cuh.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(crate) enum ByExpert {
@@ -68,12 +87,31 @@ impl Shape {
         }
     }
 
-    /// The constants of layout.cuh.
+    /// Without what a kernel does not look at: configurations that differ in nothing else share it.
+    pub fn only(self, uses: Uses) -> Self {
+        let by_expert = match self.by_expert {
+            ByExpert::Fixed if !uses.fixed => ByExpert::Packed,
+            other => other,
+        };
+        // Where the words of an expert layout are depends on the number of experts.
+        let has_experts = uses.owners || uses.words && self.is_by_expert();
+        Shape {
+            world: self.world,
+            k: if uses.k { self.k } else { 0 },
+            by_expert: if uses.words { by_expert } else { ByExpert::No },
+            has_map: self.has_map && uses.owners,
+            local_ids: self.local_ids && uses.local_ids,
+            may_drop: self.may_drop && uses.may_drop,
+            num_experts: if has_experts { self.num_experts } else { 0 },
+        }
+    }
+
+    /// The constants of layout.cuh. A number that the kernel does not look at is 1.
     pub fn constants(&self) -> Vec<Constant> {
         vec![
             Constant::Int("WORLD", self.world.into()),
-            Constant::Int("NUM_EXPERTS", self.num_experts.into()),
-            Constant::Int("K", self.k.into()),
+            Constant::Int("NUM_EXPERTS", self.num_experts.max(1).into()),
+            Constant::Int("K", self.k.max(1).into()),
             Constant::Bool("HAS_MAP", self.has_map),
             Constant::Int("BY_EXPERT", self.by_expert as i64),
             Constant::Bool("LOCAL_IDS", self.local_ids),
@@ -94,7 +132,12 @@ impl Shape {
 impl fmt::Display for Shape {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Shape { world, k, by_expert, has_map, local_ids, may_drop, num_experts } = *self;
-        write!(f, "{world} ranks, {num_experts} experts, k {k}")?;
+        write!(f, "{world} ranks")?;
+        for (number, before, after) in [(num_experts, "", " experts"), (k.into(), "k ", "")] {
+            if number > 0 {
+                write!(f, ", {before}{number}{after}")?;
+            }
+        }
         f.write_str(match by_expert {
             ByExpert::No => "",
             ByExpert::Packed => ", by expert",
@@ -180,5 +223,23 @@ mod tests {
         );
         assert_eq!(shape.to_string(), "2 ranks, 6 experts, k 2, by expert fixed, map, drop");
         assert_eq!(shape.num_destinations(), 2);
+    }
+    #[test]
+    fn configurations_share_kernels() {
+        let of = |c: Config| Shape::new(&c, &c.plan(2).unwrap());
+        let base = || Config::new(128, DType::BF16, 6, 2, 10);
+        let (here, there) = (of(base()), of(Config { num_experts: 8, overflow: Overflow::Drop, id_space: IdSpace::Local, ..base() }));
+        let words = Uses { words: true, k: true, ..Uses::NOTHING };
+        assert_eq!(here.only(words), there.only(words));
+        assert_eq!(here.only(words).to_string(), "2 ranks, k 2");
+        for other in [Uses { may_drop: true, ..words }, Uses { local_ids: true, ..words }, Uses { owners: true, ..words }] {
+            assert_ne!(here.only(other), there.only(other), "{other:?}");
+        }
+        // By expert the words' places follow the number of experts.
+        let by_expert = |num_experts, layout| of(Config { num_experts, layout, ..base() });
+        let (packed, fixed) = (Layout::ByExpert { segment_align: 4 }, Layout::ByExpertFixed { rows_per_expert: 9 });
+        assert_ne!(by_expert(6, packed).only(words), by_expert(8, packed).only(words));
+        assert_eq!(by_expert(6, packed).only(words), by_expert(6, fixed).only(words));
+        assert_ne!(by_expert(6, packed).only(Uses { fixed: true, ..words }), by_expert(6, fixed).only(Uses { fixed: true, ..words }));
     }
 }

@@ -12,6 +12,8 @@ pub struct Tuning {
     pub dispatch: PhaseTuning,
     /// Of combine.
     pub combine: PhaseTuning,
+    /// What combines may be asked for.
+    pub sums: Sums,
     /// Leaves parts of the work out, to measure the rest: results are wrong then.
     #[doc(hidden)]
     pub measure: Measure,
@@ -24,6 +26,36 @@ pub struct PhaseTuning {
     pub geometry: Option<(u32, u32)>,
     /// Most multiprocessors that the phase occupies.
     pub sms: Option<u32>,
+}
+
+/// Forms of combine that an object has: kernels are compiled and loaded for these alone. A call that asks for another is refused.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize)]
+pub struct Sums {
+    /// Without `add_to`.
+    pub plain: bool,
+    /// With `add_to` in the type of the result.
+    pub add_to: bool,
+    /// With `add_to` in f32.
+    pub add_to_f32: bool,
+    /// With `fold_weights`: also without folding any back.
+    pub unfolded: bool,
+}
+
+impl Default for Sums {
+    /// All.
+    fn default() -> Self {
+        Sums { plain: true, add_to: true, add_to_f32: true, unfolded: true }
+    }
+}
+
+impl Sums {
+    /// Of an object that only dispatches.
+    pub const NONE: Sums = Sums { plain: false, add_to: false, add_to_f32: false, unfolded: false };
+
+    /// Whether there are any.
+    pub(crate) fn are_any(&self) -> bool {
+        self.plain || self.add_to || self.add_to_f32
+    }
 }
 
 /// Parts of the work, for measurements.

@@ -26,7 +26,9 @@ pub(super) fn combine(
         shared.check_alive()?;
         let (input, output) = (check::input(&ctx.cuda, ep, routing, &arrival, input)?, check::output(&ctx.cuda, ep, routing, &output)?);
         let bank = arrival.lease.bank as u32;
-        Ok((send_call(routing, bank, &input)?, receive_call(routing, bank, &output)?))
+        let receive = receive_call(routing, bank, &output)?;
+        gpu::check(&ctx, &receive)?;
+        Ok((send_call(routing, bank, &input)?, receive))
     };
     let (send, receive) = match calls() {
         Ok(calls) => calls,
@@ -41,6 +43,7 @@ pub(super) fn send(ep: &mut ExpertParallel, routing: &Routing, arrival: Arrival,
     let ctx = end.ctx();
     let call = shared.check_alive().and_then(|()| {
         let checked = check::input(&ctx.cuda, ep, routing, &arrival, input)?;
+        gpu::check_send(&ctx)?;
         send_call(routing, arrival.lease.bank as u32, &checked)
     });
     let call = match call {
@@ -58,7 +61,8 @@ pub(super) fn receive(ep: &mut ExpertParallel, routing: &Routing, sent: Sent, ou
     let call = shared.check_alive().and_then(|()| {
         check::sent(ep, routing, &sent)?;
         let checked = check::output(&ctx.cuda, ep, routing, &output)?;
-        receive_call(routing, sent.lease.bank as u32, &checked)
+        let call = receive_call(routing, sent.lease.bank as u32, &checked)?;
+        gpu::check(&ctx, &call).map(|()| call)
     });
     let call = match call {
         Ok(call) => call,

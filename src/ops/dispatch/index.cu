@@ -66,7 +66,7 @@ KERNEL_UNROUNDED(THREADS) index_rows(PARAMETERS(IndexParameters) p) {
         if (l == num_local) continue;
         p.num_rows_per_expert[l] = s.counts[l];
         if (p.statistics != nullptr) p.statistics[l] += s.counts[l];
-        if (p.counts_host != nullptr) p.counts_host[l] = s.counts[l];
+        if (p.counts_host != nullptr && p.arrival->is_valid != 0) p.counts_host[l] = s.counts[l]; // a call that was refused leaves it as it is
     }
     if (p.gather_idx == nullptr) return;
     for (u32 l = 0; l < num_local; l++) {

@@ -97,7 +97,7 @@ DEVICE bool take_packets(const Rank& me, u32 sender, u64 epoch, const char* grou
         if ((u32)(a.word[0] >> 32) == want && (u32)(a.word[1] >> 32) == want && (u32)(b.word[0] >> 32) == want && (u32)(b.word[1] >> 32) == want) return true;
         if (polls % 32 != 31) continue; // arbitrary, as in wait_for
         if (start == 0) start = time_ns();
-        if (is_aborted(me) || load_relaxed_device(&me.state->failed) != 0) return false;
+        if (must_end(me, polls)) return false;
         if (time_ns() - start > me.timeout_ns) {
             failed |= give_up(me, OP, PHASE_ROWS, sender, epoch, a.word[0] >> 32);
             return false;

@@ -25,7 +25,8 @@ static_assert(sizeof(ReportParameters) == 72 + sizeof(Rank), "The host fills in 
 KERNEL(THREADS) report(PARAMETERS(ReportParameters) p) {
     wait_for_dependencies();
     const u32 thread = thread_idx();
-    if (block_idx_x() == 0 && p.expert_rows != nullptr) {
+    // A call that was refused leaves the caller's memory as it is.
+    if (block_idx_x() == 0 && p.expert_rows != nullptr && p.arrival->is_valid != 0) {
         for (u32 l = thread; l < p.num_local; l += THREADS) {
             const u32 num = p.expert_rows[l];
             if (p.statistics != nullptr) p.statistics[l] += num;

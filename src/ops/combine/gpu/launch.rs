@@ -69,6 +69,29 @@ pub(crate) struct Receive {
     pub folded: Option<Folded>,
 }
 
+impl Receive {
+    fn adds(&self) -> Add {
+        match self.add {
+            None => Add::Nothing,
+            Some(Addend { is_f32: false, .. }) => Add::Value,
+            Some(Addend { is_f32: true, .. }) => Add::F32,
+        }
+    }
+}
+
+/// That the object was made for such a call: before anything is queued.
+///
+/// # Errors
+/// `Unsupported` for a sum that it was made without.
+pub(crate) fn check(ctx: &Ctx, call: &Receive) -> Result<()> {
+    ctx.kernels.combine.combine(Class::of(call.tokens.likely), call.adds(), call.folded.is_some()).map(|_| ())
+}
+
+/// As [`check`], for the first half.
+pub(crate) fn check_send(ctx: &Ctx) -> Result<()> {
+    ctx.kernels.combine.send().map(|_| ())
+}
+
 /// A whole combine.
 pub(crate) fn combine(ctx: &Ctx, send: &Send, receive: &Receive) -> Result<()> {
     prepare(ctx, send)?;
@@ -78,7 +101,7 @@ pub(crate) fn combine(ctx: &Ctx, send: &Send, receive: &Receive) -> Result<()> {
 /// The first half of a combine.
 pub(crate) fn combine_send(ctx: &Ctx, call: &Send) -> Result<()> {
     prepare(ctx, call)?;
-    queue(ctx, &ctx.kernels.combine.send, 1, false, &SendParameters { me: *ctx.me(call.bank) })
+    queue(ctx, ctx.kernels.combine.send()?, 1, false, &SendParameters { me: *ctx.me(call.bank) })
 }
 
 /// The second half of a combine, which says once more that rows may be read.
@@ -87,12 +110,7 @@ pub(crate) fn combine_receive(ctx: &Ctx, call: &Receive) -> Result<()> {
     let class = Class::of(call.tokens.likely);
     let (r, regions) = (&ctx.layout.routing, &ctx.layout.regions);
     let at = |offset: usize| call.routing + offset as u64;
-    let add = match call.add {
-        None => Add::Nothing,
-        Some(Addend { is_f32: false, .. }) => Add::Value,
-        Some(Addend { is_f32: true, .. }) => Add::F32,
-    };
-    let kernel = kernels.combine(class, add, call.folded.is_some());
+    let kernel = kernels.combine(class, call.adds(), call.folded.is_some())?;
     let rows_region = if kernels.choice.row.is_converted() { regions.wire } else { regions.expert_output };
     let parameters = CombineParameters {
         routing: at(r.head),
@@ -122,7 +140,7 @@ fn prepare(ctx: &Ctx, call: &Send) -> Result<()> {
     let with_rows = call.staged.is_some() || kernels.choice.prepares_in_place();
     let class = Class::of(call.tokens.likely);
     let kernel = match (&kernels.fold, call.row_weights) {
-        _ if with_rows => &kernels.prepare[class as usize],
+        _ if with_rows => kernels.prepare(class)?,
         (Some(fold), Some(_)) => fold,
         _ => return Ok(()),
     };

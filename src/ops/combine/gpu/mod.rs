@@ -6,6 +6,6 @@ mod params;
 mod spec;
 mod tuning;
 
-pub(crate) use launch::{Addend, Folded, Receive, RowWeights, Send, Staged, combine, combine_receive, combine_send};
+pub(crate) use launch::{Addend, Folded, Receive, RowWeights, Send, Staged, check, check_send, combine, combine_receive, combine_send};
 pub(crate) use spec::shipped;
-pub(crate) use tuning::Loaded;
+pub(crate) use tuning::{Loaded, programs};

@@ -1,7 +1,7 @@
 //! What the kernels of combine are compiled for.
 #![forbid(unsafe_code)]
 
-use crate::ep::device::shape::{Shape, ep_sources};
+use crate::ep::device::shape::{Shape, Uses, ep_sources};
 use crate::ep::device::tuning::{Split, registers};
 use crate::ep::{Config, Plan, Reduce, Wire};
 use crate::gpu::{Constant, Kernels, Program, Source, Targets};
@@ -39,6 +39,21 @@ pub(crate) enum Kind {
         stream: bool,
         with_signals: bool,
     },
+}
+
+impl Kind {
+    /// What the sources say.
+    pub fn uses(&self, shape: &Shape) -> Uses {
+        match self {
+            Kind::Prepare { row, .. } => Uses { k: row.sums, ..Uses::NOTHING },
+            Kind::Send => Uses { words: true, ..Uses::NOTHING },
+            // By token only weights that are folded back ask for the owner of a route.
+            Kind::Combine { folds, .. } => {
+                let owners = shape.is_by_expert() || *folds;
+                Uses { k: true, words: true, fixed: false, owners, local_ids: false, may_drop: true }
+            }
+        }
+    }
 }
 
 /// A row of y, as experts write it and as it travels.

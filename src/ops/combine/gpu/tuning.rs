@@ -9,8 +9,9 @@ use super::spec::{Add, KERNELS, Kind, Row, Spec};
 use crate::ep::device::shape::{self, Shape, Waiting};
 use crate::ep::device::tuning::{Class, LANES, PhaseTuning, Split, Tokens, Tuning, blocks_for, registers, without_repeats};
 use crate::ep::{Config, Plan};
-use crate::error::Result;
-use crate::gpu::Device;
+use crate::error::{Error, Result};
+use crate::gpu::{Device, Program};
+use crate::tensor::DType;
 
 /// As in dispatch.
 const SMALL_WORLD: u32 = 4;
@@ -67,7 +68,7 @@ impl Choice {
     }
 
     fn spec(&self, threads: u32, kind: Kind) -> Spec {
-        Spec { shape: self.shape, threads: threads as u16, kind }
+        Spec { shape: self.shape.only(kind.uses(&self.shape)), threads: threads as u16, kind }
     }
 
     /// Whether rows are written before they travel, when experts wrote them in place.
@@ -146,6 +147,9 @@ impl Choice {
 
     /// Every kernel that a call may choose.
     pub fn all(&self) -> Vec<Spec> {
+        if !self.tuning.sums.are_any() {
+            return Vec::new();
+        }
         let mut all = vec![self.send()];
         for class in Class::ALL {
             all.push(self.prepare(class, true));
@@ -161,22 +165,36 @@ impl Choice {
 
     /// What a call may ask for.
     fn results(&self) -> impl Iterator<Item = (Add, bool)> + use<> {
-        let folds: &[bool] = if self.has_fold { &[false, true] } else { &[false] };
-        [Add::Nothing, Add::Value, Add::F32].into_iter().flat_map(move |add| folds.iter().map(move |folds| (add, *folds)))
+        let sums = self.tuning.sums;
+        let folds: &[bool] = match (self.has_fold, sums.unfolded) {
+            (false, _) => &[false],
+            (true, false) => &[true],
+            (true, true) => &[false, true],
+        };
+        let is_f32 = self.row.value == DType::F32;
+        let (value, f32) = if is_f32 { (sums.add_to || sums.add_to_f32, false) } else { (sums.add_to, sums.add_to_f32) };
+        let adds = [(Add::Nothing, sums.plain), (Add::Value, value), (Add::F32, f32)];
+        let adds = adds.into_iter().filter(|(_, is_there)| *is_there);
+        adds.flat_map(move |(add, _)| folds.iter().map(move |folds| (add, *folds)))
     }
+}
+
+/// Every kernel that a combine of this configuration may choose, whatever the device.
+pub(crate) fn programs(c: &Config, p: &Plan, tuning: Tuning) -> Vec<Program> {
+    Choice::new(c, p, 1, tuning).all().iter().map(crate::gpu::Spec::program).collect()
 }
 
 /// The kernels of an object's combines, loaded.
 #[derive(Debug, Clone)]
 pub(crate) struct Loaded {
     pub(super) choice: Choice,
-    /// By class.
-    pub(super) prepare: [shape::Loaded<PrepareParameters>; 3],
+    /// By class. As the next ones, only in an object that combines.
+    prepare: Option<[shape::Loaded<PrepareParameters>; 3]>,
     /// Weights alone.
     pub(super) fold: Option<shape::Loaded<PrepareParameters>>,
-    pub(super) send: shape::Loaded<SendParameters>,
-    /// By class, by what is added, by whether weights are folded back; those that no call may ask for are the ones without.
-    combine: [[[shape::Loaded<CombineParameters>; 2]; 3]; 3],
+    send: Option<shape::Loaded<SendParameters>>,
+    /// By class, by what is added, by whether weights are folded back; those that no call may ask for are missing.
+    combine: [[[Option<shape::Loaded<CombineParameters>>; 2]; 3]; 3],
     most_waiting: u32,
 }
 
@@ -188,26 +206,43 @@ impl Loaded {
         fn of<P>(device: &Device, choice: &Choice, spec: Spec) -> Result<shape::Loaded<P>> {
             shape::Loaded::load(&KERNELS, device, choice.ranks_on_device, spec)
         }
-        let combine = |class: Class, add: Add| -> Result<[_; 2]> {
-            let folds = choice.has_fold;
-            Ok([of(device, &choice, choice.combine(class, add, false))?, of(device, &choice, choice.combine(class, add, folds))?])
-        };
-        let by_add = |class: Class| -> Result<[_; 3]> {
-            Ok([combine(class, Add::Nothing)?, combine(class, Add::Value)?, combine(class, Add::F32)?])
-        };
-        let [few, some, many] = Class::ALL.map(|class| of(device, &choice, choice.prepare(class, true)));
+        let mut combine = [[[None; 2]; 3]; 3];
+        for class in Class::ALL {
+            for (add, folds) in choice.results() {
+                combine[class as usize][add as usize][usize::from(folds)] = Some(of(device, &choice, choice.combine(class, add, folds))?);
+            }
+        }
+        let combines = choice.tuning.sums.are_any();
+        let prepare = |class| of(device, &choice, choice.prepare(class, true));
+        let [few, some, many] = Class::ALL;
         Ok(Loaded {
-            prepare: [few?, some?, many?],
-            fold: if choice.has_fold { Some(of(device, &choice, choice.prepare(Class::Few, false))?) } else { None },
-            send: of(device, &choice, choice.send())?,
-            combine: [by_add(Class::Few)?, by_add(Class::Some)?, by_add(Class::Many)?],
+            prepare: if combines { Some([prepare(few)?, prepare(some)?, prepare(many)?]) } else { None },
+            fold: if combines && choice.has_fold { Some(of(device, &choice, choice.prepare(few, false))?) } else { None },
+            send: if combines { Some(of(device, &choice, choice.send())?) } else { None },
+            combine,
             most_waiting: u32::MAX,
             choice,
         })
     }
 
-    pub(super) fn combine(&self, class: Class, add: Add, folds: bool) -> &shape::Loaded<CombineParameters> {
-        &self.combine[class as usize][add as usize][usize::from(folds)]
+    /// # Errors
+    /// As of those that follow: [`Error::Unsupported`] for a sum that the object was made without.
+    pub(super) fn prepare(&self, class: Class) -> Result<&shape::Loaded<PrepareParameters>> {
+        self.prepare.as_ref().map(|by_class| &by_class[class as usize]).ok_or_else(|| self.missing())
+    }
+
+    pub(super) fn send(&self) -> Result<&shape::Loaded<SendParameters>> {
+        self.send.as_ref().ok_or_else(|| self.missing())
+    }
+
+    pub(super) fn combine(&self, class: Class, add: Add, folds: bool) -> Result<&shape::Loaded<CombineParameters>> {
+        let add = if self.choice.row.value == DType::F32 && add == Add::F32 { Add::Value } else { add };
+        self.combine[class as usize][add as usize][usize::from(folds)].as_ref().ok_or_else(|| self.missing())
+    }
+
+    fn missing(&self) -> Error {
+        let why = format!("the object was made with {:?}", self.choice.tuning.sums);
+        Error::Unsupported { op: "combine", what: "this sum".into(), why }
     }
 
     /// The grids whose blocks wait for peers.
@@ -219,7 +254,7 @@ impl Loaded {
                 Class::Some => 512,
                 Class::Many => u32::MAX,
             };
-            for kernel in self.combine[class as usize].iter().flatten() {
+            for kernel in self.combine[class as usize].iter().flatten().flatten() {
                 all.push(kernel.waiting(device, "combine", self.combine_blocks(Tokens::exactly(most), class, kernel))?);
             }
         }
@@ -239,7 +274,6 @@ impl Loaded {
 mod tests {
     use super::*;
     use crate::ep::{Layout, Reduce, Wire};
-    use crate::tensor::DType;
 
     fn base() -> Config {
         Config::new(7168, DType::BF16, 256, 8, 4096)

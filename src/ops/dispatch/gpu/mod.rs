@@ -11,4 +11,4 @@ pub(crate) use launch::{
     replay, replay_receive, replay_send, report,
 };
 pub(crate) use spec::shipped;
-pub(crate) use tuning::Loaded;
+pub(crate) use tuning::{Loaded, programs};

@@ -2,7 +2,7 @@
 #![forbid(unsafe_code)]
 
 use super::launch::IndexType;
-use crate::ep::device::shape::{Shape, ep_sources};
+use crate::ep::device::shape::{Shape, Uses, ep_sources};
 use crate::ep::device::tuning::{Measure, Split, registers};
 use crate::ep::{Config, Plan, Quantize};
 use crate::gpu::{Constant, Kernels, Program, Source, Targets};
@@ -35,6 +35,25 @@ pub(crate) enum Kind {
     Arrange { replay: bool, row: Row, split: Split },
     Index { most_local: u32, record_bytes: u32 },
     Report { row_k: u8, record_bytes: u32 },
+}
+
+impl Kind {
+    /// What the sources say.
+    pub fn uses(&self, shape: &Shape) -> Uses {
+        let by_expert = shape.is_by_expert();
+        let all = Uses { k: true, words: true, fixed: true, owners: true, local_ids: false, may_drop: true };
+        match self {
+            Kind::Route { .. } | Kind::LowLatency { .. } => all,
+            // Records by token are made for their receiver when they hold its own ids.
+            Kind::Payload { .. } => {
+                let local_ids = !by_expert && shape.local_ids;
+                Uses { fixed: false, owners: by_expert || local_ids, local_ids, may_drop: false, ..all }
+            }
+            Kind::Receive => Uses { words: true, ..Uses::NOTHING },
+            Kind::Arrange { .. } | Kind::Index { .. } => Uses { local_ids: true, may_drop: false, ..all },
+            Kind::Report { .. } => Uses::NOTHING,
+        }
+    }
 }
 
 /// A row on its way and as it arrives.

@@ -14,7 +14,7 @@ use crate::ep::device::shape::{self, Shape, Waiting};
 use crate::ep::device::tuning::{Class, LANES, PhaseTuning, Split, Tokens, Tuning, blocks_for, registers, without_repeats};
 use crate::ep::{Config, Plan};
 use crate::error::{Error, Result};
-use crate::gpu::Device;
+use crate::gpu::{Device, Program};
 
 /// Most tokens that `route` takes with one block, and with 4 (measured: above 512 one block takes longer than several).
 const ROUTE_BLOCKS: [(u32, u32); 2] = [(512, 1), (2048, 4)];
@@ -88,7 +88,7 @@ impl Choice {
     }
 
     fn spec(&self, threads: u32, kind: Kind) -> Spec {
-        Spec { shape: self.shape, threads: threads as u16, kind }
+        Spec { shape: self.shape.only(kind.uses(&self.shape)), threads: threads as u16, kind }
     }
 
     fn reachable(&self, class: Class) -> Class {
@@ -210,6 +210,11 @@ impl Choice {
         let arrivals = u64::from(tokens.likely.max(1)) * u64::from(self.shape.num_destinations());
         self.within(blocks_for(arrivals * u64::from(split.parts), threads).min(MOST_BLOCKS))
     }
+}
+
+/// Every kernel that a dispatch of this configuration may choose, whatever the device.
+pub(crate) fn programs(c: &Config, p: &Plan, layout: &DeviceLayout, tuning: Tuning) -> Vec<Program> {
+    Choice::new(c, p, layout, (1, 1), tuning).all().iter().map(crate::gpu::Spec::program).collect()
 }
 
 /// The kernels of an object's dispatches, loaded.

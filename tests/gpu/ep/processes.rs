@@ -1,0 +1,58 @@
+//! Ranks that are processes and share the GPU: it takes turns among them, so a wait takes milliseconds.
+
+use moe_kernels::check::Shape;
+use moe_kernels::ep::{Config, Mode, Rendezvous, Tuning, World};
+use moe_kernels::{Backend, Rank, Result};
+
+use super::rig::{Options, Rig};
+use super::{Needs, Test, base};
+use crate::processes::{all_well, survivors_blame_of};
+
+pub(super) const TRIALS: &[(&str, Needs, Test)] = &[
+    ("ep processes: rounds of 2", Needs::GpuAlone, || all_well("gpu rounds", "20", 2)),
+    ("ep processes: rounds of 4", Needs::GpuAlone, || all_well("gpu rounds", "6", 4)),
+    ("ep processes: rounds of 8", Needs::GpuAlone, || all_well("gpu rounds", "2", 8)),
+    ("ep processes: a killed one", Needs::GpuAlone, || survivors_blame_of("gpu killed", "gpu", &[1], 3).map(|_| ())),
+];
+
+fn configs() -> [Config; 2] {
+    [base(), Config { mode: Mode::LowLatency, expected_tokens: 4, ..base() }]
+}
+
+pub fn shapes() -> Vec<Shape> {
+    [2, 3, 4, 8].into_iter().flat_map(|ranks| configs().map(|config| (ranks, config, Tuning::default()))).collect()
+}
+
+/// One rank's part of `num` rounds in each mode.
+pub fn rounds(world: &World, num: usize) -> Result<()> {
+    for config in configs() {
+        let mut rig = Rig::new(world, &config, Options::default())?;
+        (0..num).try_for_each(|_| rig.round(0))?;
+        rig.finish()?;
+    }
+    Ok(())
+}
+
+/// One rank's rounds until something fails.
+pub fn endless(world: &World, enter: impl FnOnce()) -> Result<()> {
+    let mut rig = Rig::new(world, &base(), Options::default())?;
+    rig.round(0)?;
+    rig.verdict()?;
+    world.barrier()?;
+    enter();
+    loop {
+        rig.round(0)?;
+        rig.verdict()?;
+    }
+}
+
+/// A world of the survivors.
+pub fn again(rank: usize, size: usize) -> Result<()> {
+    let rendezvous = Rendezvous::from_env("survivors")?.generation(1).as_rank(Rank(rank as u32), size)?;
+    rounds(&World::join(&Backend::cuda(0)?, &rendezvous)?, 2)
+}
+
+/// The world of this process.
+pub fn join() -> Result<World> {
+    World::join(&Backend::cuda(0)?, &Rendezvous::from_env("test")?)
+}
