@@ -2,17 +2,22 @@
 //!
 //! `MOE_WRITE_HEADER=1` writes the header instead of comparing it.
 
+use std::ffi::{CStr, c_void};
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;
+use std::ptr::{null, null_mut};
 
 use libtest_mimic::{Failed, Trial};
+use moe_kernels::capi::*;
 
 const HEADER: &str = "include/moe_kernels.h";
 
 /// Every trial of this module.
 pub fn trials() -> Vec<Trial> {
     let mut trials = vec![Trial::test("capi::the header is that of the sources", header_is_current)];
+    trials.push(Trial::test("capi::misuse is refused with a message", misuse_is_refused));
+    trials.push(Trial::test("capi::what a refused call was given can be used again", refused_calls_give_back));
     if compilers().is_empty() {
         // Whoever has no C compiler at all learns nothing here; the CI has one.
         trials.push(Trial::test("capi::examples", || Ok(())).with_ignored_flag(true));
@@ -143,4 +148,154 @@ fn example_runs(name: &str) -> Result<(), Failed> {
     run(&mut compiler)?;
     let text = run(&mut Command::new(&program))?;
     if text.contains(&format!("{name}: ok")) { Ok(()) } else { Err(format!("it did not say that it went well:\n{text}").into()) }
+}
+
+/// The message of this thread's last failed call.
+fn message() -> String {
+    // SAFETY: the function returns a text that ends with a zero and stays until the next failed call.
+    unsafe { CStr::from_ptr(moe_last_error()) }.to_string_lossy().into_owned()
+}
+
+fn expect(status: i32, want: i32, words: &str) -> Result<(), Failed> {
+    match status == want && (want == MOE_OK || message().contains(words)) {
+        true => Ok(()),
+        false => Err(format!("status {status} instead of {want} with `{words}`: {}", message()).into()),
+    }
+}
+
+fn tensor<T>(data: &mut [T], dtype: i32, shape: &[usize]) -> MoeTensor {
+    let mut tensor =
+        MoeTensor { data: data.as_mut_ptr().cast::<c_void>(), dtype, num_dims: shape.len() as i32, shape: [0; 4], strides: [0; 4] };
+    tensor.shape[..shape.len()].copy_from_slice(shape);
+    tensor
+}
+
+fn cpu_backend() -> Result<*mut MoeBackend, Failed> {
+    let mut backend = null_mut();
+    // SAFETY: the pointer is stored in a variable of its own.
+    expect(unsafe { moe_backend_cpu(Some(&mut backend)) }, MOE_OK, "")?;
+    Ok(backend)
+}
+
+/// A world of one rank, an object with two tokens of two routes, and its routing.
+fn object(backend: *mut MoeBackend) -> Result<(*mut MoeWorld, *mut MoeEp, *mut MoeRouting, MoeEpConfig), Failed> {
+    let (backends, mut worlds) = ([backend.cast_const()], [null_mut()]);
+    let mut config = std::mem::MaybeUninit::uninit();
+    let (mut ep, mut routing) = (null_mut(), null_mut());
+    // SAFETY: every pointer is to a live variable or a live handle of the library, the arrays have one entry each, and sizes are true.
+    unsafe {
+        expect(moe_world_threads(backends.as_ptr(), worlds.as_mut_ptr(), 1), MOE_OK, "")?;
+        expect(moe_ep_config_init(config.as_mut_ptr(), size_of::<MoeEpConfig>(), 8, MOE_F32, 4, 2, 2), MOE_OK, "")?;
+        expect(moe_ep_create(worlds[0].as_ref(), config.as_ptr(), Some(&mut ep)), MOE_OK, "")?;
+        expect(moe_routing_create(ep.as_ref(), Some(&mut routing)), MOE_OK, "")?;
+        Ok((worlds[0], ep, routing, config.assume_init()))
+    }
+}
+
+fn misuse_is_refused() -> Result<(), Failed> {
+    let backend = cpu_backend()?;
+    let (mut x, mut w, mut out) = ([1f32; 6], [1f32; 3], [0f32; 2]);
+    let (x, w, out) = (tensor(&mut x, MOE_F32, &[2, 3]), tensor(&mut w, MOE_F32, &[3]), tensor(&mut out, MOE_F32, &[2]));
+    let (world, ep, routing, config) = object(backend)?;
+    let mut options = MoeGateOptions {
+        size: size_of::<MoeGateOptions>(),
+        activation: 0,
+        rounding: 0,
+        scale: 1.0,
+        weights_are_constant: 0,
+        bias: null(),
+        addend: null(),
+    };
+    // SAFETY: every pointer is null, or to a live variable or a live handle of the library. A handle of another kind is looked at as far as its first word only.
+    unsafe {
+        let b = || backend.as_ref();
+        expect(moe_gate(None, Some(&x), Some(&w), null(), Some(&out)), MOE_INVALID, "MoeBackend is null")?;
+        expect(moe_gate(b(), None, Some(&w), null(), Some(&out)), MOE_INVALID, "x is null")?;
+        expect(moe_gate(b(), Some(&MoeTensor { data: null_mut(), ..x }), Some(&w), null(), Some(&out)), MOE_INVALID, "data of x is null")?;
+        expect(moe_gate(b(), Some(&MoeTensor { dtype: 99, ..x }), Some(&w), null(), Some(&out)), MOE_INVALID, "x is 99")?;
+        options.activation = 7;
+        expect(moe_gate(b(), Some(&x), Some(&w), &options, Some(&out)), MOE_INVALID, "activation is 7")?;
+        options.size = 3;
+        expect(moe_gate(b(), Some(&x), Some(&w), &options, Some(&out)), MOE_INVALID, "size of MoeGateOptions is 3")?;
+        expect(moe_backend_cpu(None), MOE_INVALID, "backend is null")?;
+        expect(moe_world_threads(null(), null_mut(), 2), MOE_INVALID, "size is 2 ranks")?;
+        expect(moe_world_rank(backend.cast::<MoeWorld>().as_ref(), Some(&mut 0)), MOE_INVALID, "expected a MoeWorld")?;
+        expect(moe_world_join(b(), null(), Some(&mut null_mut())), MOE_INVALID, "group is null")?;
+        expect(moe_ep_create(world.as_ref(), null(), Some(&mut null_mut())), MOE_INVALID, "MoeEpConfig")?;
+        for (bad, words) in [
+            (MoeEpConfig { layout: 3, ..config }, "layout is 3"),
+            (MoeEpConfig { wire: -1, ..config }, "wire is -1"),
+            (MoeEpConfig { dtype: 12, ..config }, "dtype is 12"),
+            (MoeEpConfig { k: 33, ..config }, "k is 33"),
+            (MoeEpConfig { in_flight: 0, ..config }, "in_flight is 0"),
+        ] {
+            expect(moe_ep_create(world.as_ref(), &bad, Some(&mut null_mut())), MOE_INVALID, words)?;
+        }
+        expect(moe_ep_set_stream(ep.as_mut(), null_mut()), MOE_UNSUPPORTED, "CPUs")?;
+        expect(moe_routing_create_in(ep.as_ref(), null_mut(), 0, Some(&mut null_mut())), MOE_INVALID, "memory is 0 bytes")?;
+        expect(moe_dispatch(ep.as_mut(), routing.as_mut(), null(), Some(&mut null_mut())), MOE_INVALID, "MoeDispatchInput")?;
+        expect(moe_combine(ep.as_mut(), routing.as_ref(), None, null(), null()), MOE_INVALID, "MoeCombineInput")?;
+        // Nothing is destroyed twice: what is null is nothing.
+        expect(moe_routing_destroy(None), MOE_OK, "")?;
+        expect(moe_routing_destroy(Some(Box::from_raw(routing))), MOE_OK, "")?;
+        expect(moe_ep_destroy(Some(Box::from_raw(ep))), MOE_OK, "")?;
+        expect(moe_world_destroy(Some(Box::from_raw(world))), MOE_OK, "")?;
+        expect(moe_backend_destroy(Some(Box::from_raw(backend))), MOE_OK, "")
+    }
+}
+
+fn refused_calls_give_back() -> Result<(), Failed> {
+    let backend = cpu_backend()?;
+    let (world, ep, routing, _) = object(backend)?;
+    // Rows are aligned to 16 bytes.
+    let mut memory = [0u128; 4];
+    let words: &mut [f32] = bytemuck::cast_slice_mut(&mut memory);
+    words.iter_mut().enumerate().for_each(|(i, word)| *word = i as f32);
+    let (mut ids, mut result) = ([0i32, -1, 3, -1], [0f32; 16]);
+    let (x, topk_idx) = (tensor(words, MOE_F32, &[2, 8]), tensor(&mut ids, MOE_I32, &[2, 2]));
+    let (out, short) = (tensor(&mut result, MOE_F32, &[2, 8]), tensor(&mut [0f32; 8], MOE_F32, &[1, 8]));
+    let mut input = MoeDispatchInput {
+        size: size_of::<MoeDispatchInput>(),
+        x: &x,
+        topk_idx: &topk_idx,
+        topk_weights: null(),
+        scales: null(),
+        device_num_tokens: null(),
+        num_tokens: 3,
+    };
+    let in_place = MoeCombineInput { size: size_of::<MoeCombineInput>(), y: null(), row_weights: null() };
+    let output = |out| MoeCombineOutput { size: size_of::<MoeCombineOutput>(), out, add_to: null(), topk_weights: null() };
+    let (mut arrival, mut second, mut view) = (null_mut(), null_mut(), x);
+    let mut num_rows = 0;
+    // SAFETY: every pointer is to a live variable or a live handle of the library.
+    unsafe {
+        expect(moe_dispatch(ep.as_mut(), routing.as_mut(), &input, Some(&mut arrival)), MOE_INVALID, "num_tokens")?;
+        input.num_tokens = -1;
+        expect(moe_dispatch(ep.as_mut(), routing.as_mut(), &input, Some(&mut arrival)), MOE_OK, "")?;
+        expect(moe_dispatch(ep.as_mut(), routing.as_mut(), &input, Some(&mut second)), MOE_BUSY, "bank 0")?;
+        expect(moe_arrival_num_rows(ep.as_ref(), arrival.as_ref(), Some(&mut num_rows)), MOE_OK, "")?;
+        expect(moe_arrival_view(arrival.as_mut(), MOE_ARRIVAL_SCALES, Some(&mut view)), MOE_UNSUPPORTED, "no scales")?;
+        expect(moe_arrival_view(arrival.as_mut(), 9, Some(&mut view)), MOE_INVALID, "which is 9")?;
+        expect(moe_arrival_view(arrival.as_mut(), MOE_ARRIVAL_X, Some(&mut view)), MOE_OK, "")?;
+        let (from, elements) = (view.data, num_rows * 8);
+        expect(moe_arrival_view(arrival.as_mut(), MOE_ARRIVAL_EXPERT_OUTPUT, Some(&mut view)), MOE_OK, "")?;
+        view.data.cast::<f32>().copy_from_nonoverlapping(from.cast::<f32>(), elements);
+        // An output that is too small: the arrival stays the caller's.
+        expect(moe_combine(ep.as_mut(), routing.as_ref(), Some(&mut arrival), &in_place, &output(&short)), MOE_INVALID, "out")?;
+        if arrival.is_null() {
+            return Err("a refused combine took the arrival".into());
+        }
+        expect(moe_combine(ep.as_mut(), routing.as_ref(), Some(&mut arrival), &in_place, &output(&out)), MOE_OK, "")?;
+        expect(
+            moe_combine(ep.as_mut(), routing.as_ref(), Some(&mut arrival), &in_place, &output(&out)),
+            MOE_INVALID,
+            "MoeArrival is null",
+        )?;
+        expect(moe_routing_destroy(Some(Box::from_raw(routing))), MOE_OK, "")?;
+        expect(moe_ep_destroy(Some(Box::from_raw(ep))), MOE_OK, "")?;
+        expect(moe_world_destroy(Some(Box::from_raw(world))), MOE_OK, "")?;
+        expect(moe_backend_destroy(Some(Box::from_raw(backend))), MOE_OK, "")?;
+    }
+    let want: Vec<f32> = (0..16).map(|i| i as f32).collect();
+    if num_rows == 2 && result.as_slice() == want { Ok(()) } else { Err(format!("{num_rows} rows, {result:?}").into()) }
 }

@@ -83,7 +83,7 @@ fn machine_path(text: &str) -> Option<&'static str> {
 }
 
 fn no_machine_paths() -> Result<(), Failed> {
-    let folders = ["src", "tests", "benches", ".ci"].into_iter().filter(|folder| root().join(folder).is_dir());
+    let folders = ["src", "tests", "benches", "examples", "include", ".ci"].into_iter().filter(|folder| root().join(folder).is_dir());
     let mut all: Vec<PathBuf> = folders.map(files).collect::<Result<Vec<_>, _>>()?.concat();
     all.extend(["README.md", "Cargo.toml"].map(PathBuf::from));
     for file in all {
