@@ -23,7 +23,7 @@ pub struct MoeEp(Tagged<EpValue>);
 handle!(MoeEp, EpValue, 3);
 
 /// An object, and where the tensors of its calls are.
-pub struct EpValue {
+pub(super) struct EpValue {
     pub(super) ep: ExpertParallel,
     pub(super) place: Place,
 }

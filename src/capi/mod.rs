@@ -15,22 +15,10 @@ use std::cell::RefCell;
 use std::ffi::{CStr, CString, c_char, c_void};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
-pub use calls::{
-    MOE_ARRIVAL_EXPERT_OUTPUT, MOE_ARRIVAL_NUM_ROWS, MOE_ARRIVAL_NUM_ROWS_PER_EXPERT, MOE_ARRIVAL_SCALES, MOE_ARRIVAL_SEGMENT_START,
-    MOE_ARRIVAL_SOURCE, MOE_ARRIVAL_TOPK_IDX, MOE_ARRIVAL_TOPK_WEIGHTS, MOE_ARRIVAL_X, MoeArrival, MoeCombineInput, MoeCombineOutput,
-    MoeCombineSent, MoeDispatchInput, MoeDispatchSent, MoeRouting,
-};
-pub use ep::{
-    MOE_COMBINE_AT_RANK, MOE_COMBINE_AT_RANK_F32, MOE_COMBINE_AT_SOURCE, MOE_IDS_GLOBAL, MOE_IDS_LOCAL, MOE_LAYOUT_BY_EXPERT,
-    MOE_LAYOUT_BY_EXPERT_FIXED, MOE_LAYOUT_BY_TOKEN, MOE_MODE_LOW_LATENCY, MOE_MODE_THROUGHPUT, MOE_OVERFLOW_DROP, MOE_OVERFLOW_ERROR,
-    MOE_QUANTIZE_F32, MOE_QUANTIZE_NONE, MOE_QUANTIZE_POWER_OF_TWO, MOE_SCALES_COLUMN_MAJOR, MOE_SCALES_PACKED_E8M0, MOE_SCALES_ROW_MAJOR,
-    MOE_WIRE_AS_IS, MOE_WIRE_FP8_BLOCK, MOE_WIRE_FP8_DIRECT, MoeEp, MoeEpConfig, MoeEpPlan, MoeWorld,
-};
-pub use gate::{MOE_ACTIVATION_LINEAR, MOE_ACTIVATION_SIGMOID, MOE_ROUNDING_FRAMEWORK, MOE_ROUNDING_FUSED, MoeGateOptions};
-pub use tensor::{
-    MOE_BF16, MOE_BYTES, MOE_E4M3, MOE_E4M3FNUZ, MOE_E5M2, MOE_E5M2FNUZ, MOE_E8M0, MOE_F16, MOE_F32, MOE_I32, MOE_I64, MOE_MAX_DIMS,
-    MOE_U32, MoeTensor,
-};
+pub use calls::*;
+pub use ep::*;
+pub use gate::*;
+pub use tensor::*;
 
 use crate::backend::{Backend, Cuda};
 use crate::error::{Error, Result};
