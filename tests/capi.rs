@@ -269,7 +269,7 @@ fn refused_calls_give_back() -> Result<(), Failed> {
     let mut num_rows = 0;
     // SAFETY: every pointer is to a live variable or a live handle of the library.
     unsafe {
-        expect(moe_dispatch(ep.as_mut(), routing.as_mut(), &input, Some(&mut arrival)), MOE_INVALID, "num_tokens")?;
+        expect(moe_dispatch(ep.as_mut(), routing.as_mut(), &input, Some(&mut arrival)), MOE_CAPACITY, "rank 0 needs 3 tokens")?;
         input.num_tokens = -1;
         expect(moe_dispatch(ep.as_mut(), routing.as_mut(), &input, Some(&mut arrival)), MOE_OK, "")?;
         expect(moe_dispatch(ep.as_mut(), routing.as_mut(), &input, Some(&mut second)), MOE_BUSY, "bank 0")?;

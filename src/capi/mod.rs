@@ -4,6 +4,7 @@
 //! long memory lives, that a handle is used by one thread at a time) is the caller's to keep, as the header says. From Rust use the modules that
 //! this one calls.
 #![allow(clippy::missing_safety_doc)] // the same for all of them: the rules at the head of the header
+#![allow(rustdoc::broken_intra_doc_links)] // the texts are those of a C header, where [T] is a shape
 
 mod calls;
 mod ep;
