@@ -13,6 +13,7 @@ use moe_kernels::{Backend, check, check::Group};
 mod allocations;
 mod bad_input;
 mod blas;
+mod capi;
 mod cast;
 mod checkpoint;
 mod cli;
@@ -68,6 +69,7 @@ fn main() -> ExitCode {
         allocations::trials,
         bad_input::trials,
         blas::trials,
+        capi::trials,
         cast::trials,
         checkpoint::trials,
         cli::trials,
