@@ -10,6 +10,8 @@ use moe_kernels::DType;
 use moe_kernels::layer::{BlockConfig, Memory, Preset};
 use serde_json::Value;
 
+mod tools;
+
 type Outcome = Result<(), Failed>;
 type Test = fn() -> Outcome;
 
@@ -42,7 +44,10 @@ pub fn trials() -> Vec<Trial> {
         ("checkpoint_without_golden", checkpoint_without_golden),
         ("checkpoint_bad_options", checkpoint_bad_options),
     ];
-    all.into_iter().map(|(name, test)| Trial::test(format!("cli::{name}"), test).with_ignored_flag(PROGRAM.is_none())).collect()
+    all.into_iter()
+        .chain(tools::TRIALS)
+        .map(|(name, test)| Trial::test(format!("cli::{name}"), test).with_ignored_flag(PROGRAM.is_none()))
+        .collect()
 }
 
 /// What the program did.

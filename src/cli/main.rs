@@ -5,8 +5,11 @@ mod bench;
 mod check;
 mod info;
 mod inspect;
+mod names;
 mod output;
 mod run;
+mod stress;
+mod tune;
 
 use std::process::ExitCode;
 
@@ -38,13 +41,44 @@ enum Command {
     /// Time operations on a GPU, beside what they replace
     #[command(subcommand)]
     Bench(bench::Arguments),
+    /// Many rounds of dispatch and combine between ranks that are late, skewed or empty; every output compared
+    Stress(stress::Arguments),
+    /// Search the geometry of dispatch and combine on this GPU, and write it as a table
+    Tune(Box<tune::Arguments>),
     /// Describe the machine: CPU, memory, GPUs, versions, cache folder
     Info(info::Arguments),
     /// Registers, spills and sizes of each GPU kernel on each architecture, compiled here without a GPU
     Inspect(inspect::Arguments),
 }
 
+/// What NVIDIA's driver must find in the environment when it starts, for ranks that share a GPU: a queue of the hardware for each stream, so that no kernel
+/// stands behind one of another rank that waits, and modules that are loaded as a whole, not inside a launch.
+const DRIVER_VARIABLES: [(&str, &str); 2] = [("CUDA_DEVICE_MAX_CONNECTIONS", "32"), ("CUDA_MODULE_LOADING", "EAGER")];
+
+/// Starts this program again, in this process, with those variables, if an option asks for a GPU and they are not set. What the caller has set stays.
+#[cfg(unix)]
+fn prepare_for_a_gpu() {
+    use std::os::unix::process::CommandExt;
+    let is_asked_for = std::env::args_os().any(|argument| {
+        let argument = argument.to_string_lossy();
+        let backend = argument.strip_prefix("--backend=").unwrap_or(&argument);
+        backend == "cuda" || backend.starts_with("cuda:")
+    });
+    let missing: Vec<_> = DRIVER_VARIABLES.into_iter().filter(|(name, _)| std::env::var_os(name).is_none()).collect();
+    if !is_asked_for || missing.is_empty() {
+        return;
+    }
+    if let Ok(program) = std::env::current_exe() {
+        // It only comes back when it cannot: then the program goes on as it is.
+        let _ = std::process::Command::new(program).args(std::env::args_os().skip(1)).envs(missing).exec();
+    }
+}
+
+#[cfg(not(unix))]
+fn prepare_for_a_gpu() {}
+
 fn main() -> ExitCode {
+    prepare_for_a_gpu();
     let arguments = match Arguments::try_parse() {
         Ok(arguments) => arguments,
         Err(error) => {
@@ -59,6 +93,8 @@ fn main() -> ExitCode {
         Some(Command::Check(arguments)) => check::check(&arguments, &mut output),
         Some(Command::Info(arguments)) => info::info(&arguments, &mut output),
         Some(Command::Inspect(arguments)) => inspect::inspect(&arguments, &mut output),
+        Some(Command::Stress(arguments)) => stress::stress(&arguments, &mut output),
+        Some(Command::Tune(arguments)) => tune::tune(&arguments, &mut output),
         Some(Command::Run(arguments)) => run::run(&arguments, &mut output),
         None => run::run(&arguments.run, &mut output),
     };

@@ -26,7 +26,8 @@ pub use config::{
     Config, IdSpace, Layout, MAX_K, MAX_RANKS, MAX_TOKENS, Mode, Overflow, Quantize, ROW_ALIGN, Reduce, SCALE_BLOCK, ScaleLayout, Wire,
 };
 pub use device::memory::DevicePlan;
-pub use device::tuning::{Measure, PhaseTuning, Sums, Tuning};
+pub use device::table::{Key as TableKey, Provenance, RULE, Row as TableRow, Table, TablePhase};
+pub use device::tuning::{ChosenBy, Launch, Launches, Measure, PhaseTuning, Sums, Tuning};
 pub use object::ExpertParallel;
 pub use plan::{Plan, Regions};
 #[cfg(target_os = "linux")]

@@ -6,7 +6,7 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use super::device::End;
-use super::device::tuning::Tuning;
+use super::device::tuning::{Launches, Tuning};
 use super::signal::{CountWord, Machine, Rules, Signals, num_signal_words};
 use super::symmetric::{Symmetric, Words};
 use super::wait::scaled;
@@ -158,6 +158,25 @@ impl ExpertParallel {
         }
         end.set_cuda(Cuda::on(stream.clone()).programmatic(programmatic));
         Ok(())
+    }
+
+    /// Launches are shaped by `tuning` from now on; graphs that hold earlier launches keep them. For tuners and benchmarks, which capture one graph of each
+    /// shape over the same buffers. Collective, with nothing queued on any rank. A CPU rank has no launches.
+    ///
+    /// # Errors
+    /// As [`with_tuning`](Self::with_tuning), on all ranks or on none; after one the next call is only allowed behind a `retune` that succeeds.
+    #[doc(hidden)]
+    pub fn retune(&mut self, world: &World, tuning: Tuning) -> Result<()> {
+        match self.shared.cuda() {
+            None => Ok(()),
+            Some(end) => end.retune(world, &self.shared.config, &self.shared.plan, tuning),
+        }
+    }
+
+    /// How a call of so many tokens is launched; `None` on a CPU, which launches nothing.
+    pub fn launches(&self, num_tokens: usize) -> Option<Launches> {
+        let num_tokens = u32::try_from(num_tokens).unwrap_or(u32::MAX);
+        self.shared.cuda().map(|end| end.ctx().kernels.launches(num_tokens))
     }
 
     /// This rank.

@@ -4,6 +4,7 @@ mod arms;
 pub mod ceiling;
 mod commit;
 mod cooldown;
+pub mod delay;
 pub mod environment;
 pub mod idle;
 mod memory;

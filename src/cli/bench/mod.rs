@@ -6,6 +6,8 @@ mod cast;
 mod cast_case;
 mod decode;
 mod decode_step;
+pub mod ep;
+mod gap;
 mod gate;
 mod gate_arms;
 mod slots;
@@ -29,6 +31,14 @@ pub enum Arguments {
     Cast(cast::Arguments),
     /// A whole decode step of a model with 40 layers, with the gate of a BLAS and with ours
     Decode(decode::Arguments),
+    /// Dispatch between ranks: the whole, the movement of rows alone, and what is beside it
+    Dispatch(Box<ep::Arguments>),
+    /// Combine between ranks
+    Combine(Box<ep::Arguments>),
+    /// Dispatch and combine in turns, and each of them
+    Pair(Box<ep::Arguments>),
+    /// How far dispatch and combine are apart, on a GPU that is verified to be idle; raw data, summary and machine are kept
+    Gap(Box<gap::Arguments>),
 }
 
 /// Measures; `false` when a result was wrong.
@@ -37,6 +47,10 @@ pub fn bench(arguments: &Arguments, output: &mut Output) -> Result<bool> {
         Arguments::Gate(arguments) => gate::bench(arguments, output),
         Arguments::Cast(arguments) => cast::bench(arguments, output),
         Arguments::Decode(arguments) => decode::bench(arguments, output),
+        Arguments::Dispatch(arguments) => ep::bench(ep::Phase::Dispatch, arguments, output),
+        Arguments::Combine(arguments) => ep::bench(ep::Phase::Combine, arguments, output),
+        Arguments::Gap(arguments) => gap::bench(arguments, output),
+        Arguments::Pair(arguments) => ep::bench(ep::Phase::Pair, arguments, output),
     }
 }
 
@@ -58,10 +72,10 @@ struct Common {
 }
 
 /// A file that was opened before the work, so that a bad path is known at once.
-struct Json(Option<(PathBuf, File)>);
+pub struct Json(Option<(PathBuf, File)>);
 
 impl Json {
-    fn create(path: Option<&Path>) -> Result<Self> {
+    pub fn create(path: Option<&Path>) -> Result<Self> {
         let create = |path: &Path| match File::create(path) {
             Ok(file) => Ok((path.to_owned(), file)),
             Err(error) => Err(Error::Io { what: format!("creating {}", path.display()), why: error.to_string() }),
@@ -69,7 +83,7 @@ impl Json {
         Ok(Json(path.map(create).transpose()?))
     }
 
-    fn write(self, record: &impl serde::Serialize) -> Result<()> {
+    pub fn write(self, record: &impl serde::Serialize) -> Result<()> {
         let Some((path, mut file)) = self.0 else { return Ok(()) };
         let failed = |why: String| Error::Io { what: format!("writing {}", path.display()), why };
         let mut json = serde_json::to_vec_pretty(record).map_err(|error| failed(error.to_string()))?;
@@ -80,11 +94,17 @@ impl Json {
 
 /// The machine, with the compiler of its kernels, and the version of cuBLASLt.
 fn environment(common: &Common) -> (Environment, Option<String>) {
-    let mut environment = Environment::record_with_diff(common.diff);
-    let nvrtc = || Nvrtc::get().ok()?.version().ok();
     let cublaslt = || CublasLt::get().ok()?.version().ok();
-    environment.nvrtc = nvrtc().map(|(major, minor)| format!("NVRTC {major}.{minor}"));
-    (environment, cublaslt().map(|(major, minor, patch)| format!("cuBLASLt {major}.{minor}.{patch}")))
+    (environment_with(common.diff), cublaslt().map(|(major, minor, patch)| format!("cuBLASLt {major}.{minor}.{patch}")))
+}
+
+/// The machine, with the compiler of its kernels.
+fn environment_with(diff: usize) -> Environment {
+    let nvrtc = || Nvrtc::get().ok()?.version().ok();
+    let nvrtc = nvrtc().map(|(major, minor)| format!("NVRTC {major}.{minor}"));
+    let mut environment = Environment::record_with_diff(diff);
+    environment.nvrtc = nvrtc;
+    environment
 }
 
 /// A line on stderr about how far the work is.

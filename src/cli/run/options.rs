@@ -12,6 +12,7 @@ use moe_kernels::routing::synthetic::Kind;
 use moe_kernels::{Backend, DType, Error, Result};
 
 use super::model::Model;
+use crate::names::{LayoutKind, ModeKind, ReduceKind, WireKind};
 
 /// Tokens of a run that does not say how many.
 pub const DEFAULT_TOKENS: usize = 2048;
@@ -100,34 +101,6 @@ pub struct Arguments {
     pub json: Option<PathBuf>,
 }
 
-/// Names of [`ep::Layout`].
-#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
-pub enum LayoutKind {
-    /// One row per (token, rank)
-    #[value(name = "by-token")]
-    Token,
-    /// One row per (token, expert), grouped by expert
-    #[value(name = "by-expert")]
-    Expert,
-    /// The same, with room for a fixed number of rows per expert
-    #[value(name = "by-expert-fixed")]
-    ExpertFixed,
-}
-
-/// Names of [`ep::Reduce`].
-#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
-pub enum ReduceKind {
-    /// Each rank sums a token's rows and rounds once
-    #[value(name = "at-rank")]
-    Rank,
-    /// The same, and the sum travels as f32
-    #[value(name = "at-rank-f32")]
-    RankF32,
-    /// Every row travels; the result does not depend on the number of ranks
-    #[value(name = "at-source")]
-    Source,
-}
-
 /// Names of [`Rounding`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub enum RoundingKind {
@@ -144,26 +117,6 @@ pub fn rounding_name(rounding: Rounding) -> String {
         Rounding::Framework => "framework",
     }
     .into()
-}
-
-/// Names of [`ep::Mode`].
-#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
-pub enum ModeKind {
-    /// Counts first, then rows
-    Throughput,
-    /// Few rows travel together with the counts
-    LowLatency,
-}
-
-/// Names of [`ep::Wire`].
-#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
-pub enum WireKind {
-    /// As the experts wrote them
-    AsIs,
-    /// e4m3 without scales
-    Fp8Direct,
-    /// e4m3 with a scale per 128 elements
-    Fp8Block,
 }
 
 /// Where routes come from when there is no trace.
@@ -245,20 +198,9 @@ impl Arguments {
                 RoundingKind::Fused => Rounding::Fused,
                 RoundingKind::Framework => Rounding::Framework,
             },
-            reduce: match reduce {
-                ReduceKind::Rank => ep::Reduce::AtRank,
-                ReduceKind::RankF32 => ep::Reduce::AtRankF32,
-                ReduceKind::Source => ep::Reduce::AtSource,
-            },
-            wire: match self.wire {
-                WireKind::AsIs => ep::Wire::AsIs,
-                WireKind::Fp8Direct => ep::Wire::Fp8Direct,
-                WireKind::Fp8Block => ep::Wire::Fp8Block,
-            },
-            mode: match self.mode {
-                ModeKind::Throughput => ep::Mode::Throughput,
-                ModeKind::LowLatency => ep::Mode::LowLatency,
-            },
+            reduce: reduce.value(),
+            wire: self.wire.value(),
+            mode: self.mode.value(),
             timeout: TIMEOUT,
             ..BlockConfig::new(model.shape, dtype, num_tokens.div_ceil(self.ranks).max(1))
         })

@@ -14,9 +14,10 @@ use moe_kernels::{Error, Rank, Result};
 
 use super::execute::RankRun;
 use super::model::Model;
-use super::options::{Arguments, LayoutKind, ReduceKind, rounding_name};
+use super::options::{Arguments, rounding_name};
 use super::source::{Recorded, Source};
 use super::verdict::Verdict;
+use crate::names::{LayoutKind, ReduceKind};
 
 /// One run.
 #[derive(serde::Serialize)]

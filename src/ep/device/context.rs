@@ -6,7 +6,7 @@ use std::time::Duration;
 use super::layout::RankParameters;
 use super::memory::{Bank, DeviceLayout};
 use super::shape::Waiting;
-use super::tuning::Tuning;
+use super::tuning::{Launches, Tuning};
 use crate::backend::Cuda;
 use crate::ep::{Config, Layout, MAX_RANKS, Plan};
 use crate::error::Result;
@@ -42,10 +42,19 @@ impl ObjectKernels {
         Ok(all)
     }
 
-    /// Grids whose blocks wait get at most so many blocks from now on: what the registry allows.
-    pub fn limit_waiting(&mut self, blocks: u32) {
-        self.dispatch.limit_waiting(blocks);
-        self.combine.limit_waiting(blocks);
+    /// How a call of so many tokens is launched.
+    pub fn launches(&self, num_tokens: u32) -> Launches {
+        Launches { dispatch: self.dispatch.launches(num_tokens), combine: self.combine.launches(num_tokens) }
+    }
+
+    /// Grids whose blocks wait get at most so many blocks from now on: what the registry allows. Not those of a phase whose geometry the caller has chosen.
+    pub fn limit_waiting(&mut self, blocks: u32, [dispatch_is_chosen, combine_is_chosen]: [bool; 2]) {
+        if !dispatch_is_chosen {
+            self.dispatch.limit_waiting(blocks);
+        }
+        if !combine_is_chosen {
+            self.combine.limit_waiting(blocks);
+        }
     }
 }
 

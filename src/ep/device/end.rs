@@ -33,7 +33,10 @@ pub(crate) struct End {
     ctx: RwLock<Ctx>,
     abort: Option<AbortLine>,
     record: Option<Arc<Pinned>>,
-    _permit: Permit,
+    /// `None` only inside [`retune`](Self::retune).
+    permit: Mutex<Option<Permit>>,
+    ranks_on_device: u32,
+    ranks_here: usize,
     /// This rank's own, unlike `memories`, which peers use.
     private: Shareable,
     memories: Vec<Arc<Shareable>>,
@@ -96,7 +99,40 @@ impl End {
             ranks_on_device,
         });
         let (abort, record, rank) = (Some(abort), Some(record), world.rank().index());
-        Ok(End { ctx: RwLock::new(ctx), abort, record, _permit: permit, private, memories, rank })
+        Ok(End {
+            ctx: RwLock::new(ctx),
+            abort,
+            record,
+            permit: Mutex::new(Some(permit)),
+            ranks_on_device,
+            ranks_here,
+            private,
+            memories,
+            rank,
+        })
+    }
+
+    /// Launches are shaped by `tuning` from now on; graphs that hold earlier launches stay as they are. Collective, with nothing queued on any rank: fails on
+    /// all ranks or on none, and after a failure calls are launched as before, but have no claim to their multiprocessors.
+    pub fn retune(&self, world: &World, config: &Config, plan: &Plan, tuning: Tuning) -> Result<()> {
+        *lock(&self.permit) = None;
+        // All have given theirs back before one asks again.
+        world.exchange(OP, self.stream().synchronize())?;
+        let (device, layout) = (self.stream().device().clone(), DeviceLayout::new(config, plan)?);
+        let holder = Holder::of(world);
+        let own = || -> Result<_> {
+            let loading = lock(&LOADING);
+            let mut kernels = ObjectKernels::load(&device, config, plan, &layout, self.ranks_on_device, tuning)?;
+            drop(loading);
+            let permit = permit(&device, holder, self.ranks_here, &mut kernels, tuning)?;
+            Ok((kernels, permit))
+        };
+        let own = own();
+        world.exchange(OP, own.as_ref().map(|_| ()).map_err(Clone::clone))?;
+        let (kernels, permit) = own?;
+        *lock(&self.permit) = Some(permit);
+        self.ctx.write().unwrap_or_else(PoisonError::into_inner).kernels = kernels;
+        Ok(())
     }
 
     /// What launches need.
@@ -227,23 +263,23 @@ fn permit(device: &Device, holder: Holder, ranks_here: usize, kernels: &mut Obje
             let blocks_per_sm = per_sm.into_iter().min().unwrap_or(0);
             registry::Waiting { name: grid.name, blocks: grid.most_blocks, block, blocks_per_sm }
         };
-        // Where ranks share a device a kernel lets nothing start before its own waits are over (docs/ep-gpu.md): one grid waits at a time.
-        let moments = kernels.waiting(device)?.into_iter().map(|waiting| vec![grid(waiting)]).collect();
+        // Where ranks share a device a kernel lets nothing start before its own waits are over (docs/ep-gpu.md): one grid waits at a time. With `early` the
+        // next one is there while the last block of `payload` waits.
+        let waiting: Vec<registry::Waiting> = kernels.waiting(device)?.into_iter().map(grid).collect();
+        let before = waiting.iter().find(|grid| grid.name == "payload").filter(|_| tuning.early).copied();
+        let moments = waiting.into_iter().map(|grid| [Some(grid), before].into_iter().flatten().collect()).collect();
         registry::register(OP, device, holder, ranks_here, Demand { moments, other: Other::ANY })
     };
-    let first = ask(kernels);
-    let is_chosen = tuning.dispatch.geometry.is_some() || tuning.combine.geometry.is_some();
-    if is_chosen || !matches!(first, Err(Error::Invalid { .. })) {
-        return first;
+    let is_chosen = [tuning.dispatch.geometry.is_some(), tuning.combine.geometry.is_some()];
+    // Most that the rest of the device, but for one multiprocessor, holds of each of the others.
+    let mut blocks = (limits.sms.saturating_sub(1) / (ranks_here.max(2) as u32 - 1)).max(1);
+    let mut result = ask(kernels);
+    while matches!(result, Err(Error::Invalid { .. })) && blocks > 0 && is_chosen != [true; 2] {
+        kernels.limit_waiting(blocks, is_chosen);
+        result = ask(kernels);
+        blocks -= blocks.div_ceil(16); // arbitrary: few steps, and no large one
     }
-    let mut blocks = limits.sms / ranks_here.max(1) as u32;
-    loop {
-        kernels.limit_waiting(blocks);
-        match ask(kernels) {
-            Err(Error::Invalid { .. }) if blocks > 1 => blocks = blocks * 3 / 4, // arbitrary: few steps, and no large one
-            other => return other,
-        }
-    }
+    result
 }
 
 fn record(device: &Device) -> Result<Arc<Pinned>> {

@@ -10,6 +10,7 @@ pub(crate) mod memory;
 pub(crate) mod record;
 pub mod registry;
 pub(crate) mod shape;
+pub mod table;
 pub(crate) mod tuning;
 
 pub use abort::AbortLine;

@@ -14,6 +14,10 @@ pub struct Tuning {
     pub combine: PhaseTuning,
     /// What combines may be asked for.
     pub sums: Sums,
+    /// With programmatic launch and rows `ByToken`: what is launched programmatically behind a dispatch may start while the dispatch still waits for the rows of
+    /// peers. A promise of the caller for ranks that share a GPU: that is a combine of rows in place and as they are, or leaves room for the kernels of
+    /// the other ranks. Otherwise they stop each other until a wait comes to its bound. A rank alone on its GPU does it always.
+    pub early: bool,
     /// Leaves parts of the work out, to measure the rest: results are wrong then.
     #[doc(hidden)]
     pub measure: Measure,
@@ -67,6 +71,51 @@ pub struct Measure {
     pub local: bool,
     /// The payload kernel and combine exchange no done and ready words: what remains is the movement of rows.
     pub skip_signals: bool,
+}
+
+/// How the kernels of a call that move rows are launched.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
+pub struct Launches {
+    /// Of dispatch: `payload`, or the one kernel of the low-latency form.
+    pub dispatch: Launch,
+    /// Of combine.
+    pub combine: Launch,
+}
+
+/// A grid, how it shares out rows, and who chose it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
+pub struct Launch {
+    /// Blocks.
+    pub blocks: u32,
+    /// Threads of a block.
+    pub threads: u32,
+    /// Warps that share a row.
+    pub parts: u32,
+    /// Vectors of 16 bytes that a lane moves at a time.
+    pub unroll: u32,
+    /// Blocks of the kernel that makes the routes; 0 without one.
+    pub route_blocks: u32,
+    /// What chose blocks and threads.
+    pub chosen_by: ChosenBy,
+}
+
+/// What chooses a geometry: the first of these that says anything.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum ChosenBy {
+    /// [`PhaseTuning::geometry`].
+    Caller,
+    /// A table that was measured on this GPU's model.
+    Table,
+    /// The rule for all others.
+    Rule,
+}
+
+impl fmt::Display for Launch {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Launch { blocks, threads, parts, unroll, .. } = self;
+        write!(f, "{blocks}x{threads} {parts}/{unroll}")
+    }
 }
 
 impl Measure {
@@ -124,6 +173,16 @@ pub(crate) enum Class {
 
 impl Class {
     pub const ALL: [Class; 3] = [Class::Few, Class::Some, Class::Many];
+
+    /// Most tokens of a class.
+    pub fn most(self) -> u32 {
+        [16, 512, u32::MAX][self as usize]
+    }
+
+    /// The number of tokens that stands for a class.
+    pub fn typical(self) -> u32 {
+        [1, 128, 4096][self as usize]
+    }
 
     /// Measured (one H200, 7168 bf16, top-8 of 256) at 1, 128 and 4096 tokens; the bounds between them are arbitrary.
     pub fn of(num_tokens: u32) -> Self {

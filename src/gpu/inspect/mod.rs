@@ -41,6 +41,7 @@ pub fn catalogue() -> Vec<Program> {
         ops::dispatch::programs,
         ops::combine::programs,
         || CeilingSpec::ALL.iter().map(Spec::program).collect(),
+        crate::measure::delay::programs,
         super::plain::programs,
         super::plain_cast::programs,
     ];

@@ -257,19 +257,38 @@ impl Arrival {
         let rows = [plan.max_rows, plan.row_bytes / plan.row_dtype.size()];
         let rows = Strides::contiguous("arrival", plan.row_dtype, &rows).expect(PLANNED);
         let output = Strides::contiguous("arrival", config.combine_dtype, &[plan.max_rows, config.hidden]).expect(PLANNED);
-        let at = self.lease.at(plan.regions.expert_output);
+        (self.view(plan.regions.x, rows), self.output_view(0, output))
+    }
+
+    /// Rows `first` to `first + num` of [`expert_output`](Self::expert_output): for experts that write one segment after the other.
+    ///
+    /// # Errors
+    /// `Invalid` for rows beyond `max_rows`.
+    pub fn expert_rows(&mut self, first: usize, num: usize) -> Result<TensorViewMut<'_>> {
+        let (plan, config) = (&self.lease.shared.plan, &self.lease.shared.config);
+        if first.checked_add(num).is_none_or(|end| end > plan.max_rows) {
+            return Err(Error::invalid("expert_rows", "rows", format!("{num} from {first}"), format!("within {}", plan.max_rows)));
+        }
+        let output = Strides::contiguous("arrival", config.combine_dtype, &[num, config.hidden])?;
+        Ok(self.output_view(first * plan.expert_row_bytes, output))
+    }
+
+    /// A part of the rows that experts write; whoever calls has `&mut self`, and gives out one at a time.
+    fn output_view(&self, offset: usize, output: Strides) -> TensorViewMut<'_> {
+        let shared = &self.lease.shared;
+        let at = self.lease.at(shared.plan.regions.expert_output) + offset;
         let output = match shared.cuda() {
             None => {
                 let memory = &shared.mine().bytes;
                 // SAFETY: peers read what experts write only between this rank's ready word of a combine and their next counts; the arrival is
-                // consumed before the first and the bank is leased again after the second (steps 8 to 10). `&mut self` excludes other borrows here,
-                // and the rows are another region.
-                TensorViewMut::new(unsafe { memory.bytes_mut(at, plan.max_rows * plan.expert_row_bytes) }, output)
+                // consumed before the first and the bank is leased again after the second (steps 8 to 10). `&mut self` of the callers excludes other
+                // borrows, and the rows that arrived are another region.
+                TensorViewMut::new(unsafe { memory.bytes_mut(at, output.extent_bytes()) }, output)
             }
             // SAFETY: the region is this rank's memory, which lives as long as its lease; the steps of above hold in the order of the stream.
             Some(cuda) => unsafe { TensorViewMut::from_device(cuda.address(at), output) },
         };
-        (self.view(plan.regions.x, rows), output.expect(PLANNED))
+        output.expect(PLANNED)
     }
 
     /// A view of a region of this bank.

@@ -71,6 +71,22 @@ pub(super) fn replay(ep: &mut ExpertParallel, routing: &Routing, payload: &Paylo
     Ok(Arrival::new(lease, routing.filled_by))
 }
 
+pub(super) fn payload_alone(ep: &mut ExpertParallel, routing: &Routing, arrival: &Arrival, payload: &Payload<'_>) -> Result<()> {
+    const OP: &str = "payload_alone";
+    let shared = ep.shared.clone();
+    shared.check_alive()?;
+    let end = end_of(&shared);
+    let ctx = end.ctx();
+    if !ctx.kernels.dispatch.skips_signals() {
+        return Err(Error::invalid(OP, "tuning", "with signals", "Measure::skip_signals: rows without their words would mislead peers"));
+    }
+    check::same_object(ep, routing, OP)?;
+    let checked = check::payload(&ctx.cuda, ep, routing, payload)?;
+    let (address, tokens) = routing_of(routing)?;
+    let call = ReplayCall { tokens, payload: payload_of(&checked), routing: address, bank: arrival.lease.bank as u32 };
+    gpu::payload_alone(&ctx, &call)
+}
+
 pub(super) fn replay_send(ep: &mut ExpertParallel, routing: &Routing, payload: &Payload<'_>) -> Result<Sent> {
     let shared = ep.shared.clone();
     let end = end_of(&shared);

@@ -21,7 +21,7 @@ pub(crate) use routing::NONE;
 use crate::ep::ExpertParallel;
 use crate::ep::object::Lease;
 use crate::ep::signal::Kind;
-use crate::error::{Rejected, Result};
+use crate::error::{Error, Rejected, Result};
 use crate::gpu::{Program, Spec};
 use crate::tensor::{TensorView, TensorViewMut};
 
@@ -116,6 +116,23 @@ impl ExpertParallel {
         }
         let sent = self.replay_send(routing, payload)?;
         Ok(self.replay_receive(routing, sent)?)
+    }
+
+    /// The kernel that moves the rows of a call that has arrived, once more and alone, to be timed: without routing, without a word to any peer. On a GPU,
+    /// after a `retune` to [`Measure::skip_signals`](crate::ep::Measure).
+    ///
+    /// # Errors
+    /// `Unsupported` on a CPU, `Invalid` for kernels that do signal.
+    #[doc(hidden)]
+    pub fn payload_alone(&mut self, routing: &Routing, arrival: &Arrival, payload: &Payload<'_>) -> Result<()> {
+        if self.shared.cuda().is_none() {
+            return Err(Error::Unsupported {
+                op: "payload_alone",
+                what: "backend cpu".into(),
+                why: "a CPU moves rows and signals as one".into(),
+            });
+        }
+        cuda::payload_alone(self, routing, arrival, payload)
     }
 
     /// First half of [`dispatch`](Self::dispatch): counts and rows leave; nothing waits for rows.

@@ -101,7 +101,7 @@ pub(crate) fn combine(ctx: &Ctx, send: &Send, receive: &Receive) -> Result<()> {
 /// The first half of a combine.
 pub(crate) fn combine_send(ctx: &Ctx, call: &Send) -> Result<()> {
     prepare(ctx, call)?;
-    queue(ctx, ctx.kernels.combine.send()?, 1, false, &SendParameters { me: *ctx.me(call.bank) })
+    queue(ctx, ctx.kernels.combine.send()?, 1, &SendParameters { me: *ctx.me(call.bank) })
 }
 
 /// The second half of a combine, which says once more that rows may be read.
@@ -131,7 +131,7 @@ pub(crate) fn combine_receive(ctx: &Ctx, call: &Receive) -> Result<()> {
         max_tokens: ctx.max_tokens,
         me: *ctx.me(call.bank),
     };
-    queue(ctx, kernel, kernels.combine_blocks(call.tokens, class, kernel), true, &parameters)
+    queue(ctx, kernel, kernels.combine_blocks(call.tokens, class, kernel), &parameters)
 }
 
 /// Puts rows and weights where peers read them; nothing to do for rows in place, as they are.
@@ -164,18 +164,13 @@ fn prepare(ctx: &Ctx, call: &Send) -> Result<()> {
         spare: 0,
         me: *ctx.me(call.bank),
     };
-    queue(ctx, kernel, kernels.choice.prepare_blocks(call.tokens, class), false, &parameters)
+    queue(ctx, kernel, kernels.choice.prepare_blocks(call.tokens, class), &parameters)
 }
 
-/// Queues a kernel. Blocks that wait for peers run at once (`waits`); one block always does.
-fn queue<P: Copy>(ctx: &Ctx, kernel: &Loaded<P>, blocks: u32, waits: bool, parameters: &P) -> Result<()> {
-    let geometry = Geometry {
-        grid: [blocks, 1, 1],
-        threads: kernel.threads,
-        cooperative: waits && blocks > 1,
-        programmatic: ctx.cuda.is_programmatic(),
-        ..Geometry::default()
-    };
+/// Queues a kernel, as the launches of a dispatch are queued.
+fn queue<P: Copy>(ctx: &Ctx, kernel: &Loaded<P>, blocks: u32, parameters: &P) -> Result<()> {
+    let geometry =
+        Geometry { grid: [blocks, 1, 1], threads: kernel.threads, programmatic: ctx.cuda.is_programmatic(), ..Geometry::default() };
     // SAFETY: the kernel was loaded for this device and takes `P` (`Loaded`); the context's memory lives as long as the object, and the callers'
     // validators have checked that the addresses of a call belong to the device and cover what its shapes say.
     unsafe { kernel.kernel.launch(ctx.cuda.stream(), &geometry, parameters) }

@@ -7,7 +7,10 @@ use rayon::prelude::*;
 use super::params::{CombineParameters, PrepareParameters, SendParameters};
 use super::spec::{Add, KERNELS, Kind, Row, Spec};
 use crate::ep::device::shape::{self, Shape, Waiting};
-use crate::ep::device::tuning::{Class, LANES, PhaseTuning, Split, Tokens, Tuning, blocks_for, registers, without_repeats};
+use crate::ep::device::table::{Key, Measured, TablePhase};
+use crate::ep::device::tuning::{
+    ChosenBy, Class, LANES, Launch, PhaseTuning, Split, Tokens, Tuning, blocks_for, registers, without_repeats,
+};
 use crate::ep::{Config, Plan};
 use crate::error::{Error, Result};
 use crate::gpu::{Device, Program};
@@ -30,6 +33,8 @@ pub(super) struct Choice {
     pub max_tokens: u32,
     pub ranks_on_device: u32,
     pub tuning: Tuning,
+    /// What a table says of this GPU.
+    pub measured: Measured,
 }
 
 /// Threads of a block, the split of a row of the result, rows at a time.
@@ -51,11 +56,33 @@ impl Choice {
             max_tokens: c.max_tokens as u32,
             ranks_on_device,
             tuning,
+            measured: Measured::default(),
         }
     }
 
     fn phase(&self) -> PhaseTuning {
         self.tuning.combine
+    }
+
+    /// What chooses threads and blocks.
+    pub fn chosen_by(&self, class: Class) -> ChosenBy {
+        match (self.phase().geometry, self.measured.threads(self.reachable(class))) {
+            (Some(_), _) => ChosenBy::Caller,
+            (None, Some(_)) => ChosenBy::Table,
+            (None, None) => ChosenBy::Rule,
+        }
+    }
+
+    /// Threads of a block: those of the caller, of a table, or what the rule has chosen.
+    fn threads(&self, class: Class, chosen: u32) -> u32 {
+        let measured = self.measured.threads(class).unwrap_or(chosen);
+        self.phase().geometry.map_or(measured, |(_, threads)| threads)
+    }
+
+    /// Blocks, likewise.
+    fn blocks(&self, tokens: Tokens, class: Class, chosen: u32) -> u32 {
+        let measured = self.measured.blocks(tokens.likely, class).unwrap_or(chosen);
+        self.within(self.phase().geometry.map_or(measured, |(blocks, _)| blocks))
     }
 
     fn is_small_world(&self) -> bool {
@@ -85,10 +112,12 @@ impl Choice {
         let chosen = match class {
             _ if self.phase().sms.is_some() => 512,
             Class::Few if self.is_small_world() => 512,
+            // So many ranks share the device that few blocks of each may wait at once.
+            Class::Some if self.ranks_on_device > 2 => 512,
             Class::Few | Class::Some => 256,
             Class::Many => 512,
         };
-        let threads = self.phase().geometry.map_or(chosen, |(_, threads)| threads);
+        let threads = self.threads(class, chosen);
         let groups = self.row.num_vectors().div_ceil(LANES);
         let (parts, unroll) = match class {
             Class::Few => (groups, 1),
@@ -136,7 +165,7 @@ impl Choice {
     pub fn combine_blocks(&self, tokens: Tokens, class: Class) -> u32 {
         let Mapping { threads, split, .. } = self.mapping(class);
         let chosen = blocks_for(u64::from(tokens.likely) * u64::from(split.parts), threads);
-        self.within(self.phase().geometry.map_or(chosen, |(blocks, _)| blocks))
+        self.blocks(tokens, self.reachable(class), chosen)
     }
 
     pub fn prepare_blocks(&self, tokens: Tokens, class: Class) -> u32 {
@@ -201,6 +230,8 @@ pub(crate) struct Loaded {
 impl Loaded {
     pub fn load(device: &Device, c: &Config, p: &Plan, ranks_on_device: u32, tuning: Tuning) -> Result<Self> {
         let choice = Choice::new(c, p, ranks_on_device, tuning);
+        let key = Key::new(TablePhase::Combine, c, p, choice.ranks_on_device, tuning.combine.sms);
+        let choice = Choice { measured: Measured::find(&device.properties().name, &key), ..choice };
         // All at once first; what follows finds them loaded.
         choice.all().into_par_iter().try_for_each(|spec| KERNELS.load(device, spec).map(|_| ()))?;
         fn of<P>(device: &Device, choice: &Choice, spec: Spec) -> Result<shape::Loaded<P>> {
@@ -249,16 +280,32 @@ impl Loaded {
     pub fn waiting(&self, device: &Device) -> Result<Vec<Waiting>> {
         let mut all = Vec::new();
         for class in Class::ALL {
-            let most = match class {
-                Class::Few => 16,
-                Class::Some => 512,
-                Class::Many => u32::MAX,
-            };
             for kernel in self.combine[class as usize].iter().flatten().flatten() {
-                all.push(kernel.waiting(device, "combine", self.combine_blocks(Tokens::exactly(most), class, kernel))?);
+                let blocks = self.combine_blocks(Tokens::exactly(class.most()), class, kernel);
+                // Another number of tokens of a table may have more.
+                let measured =
+                    if self.choice.phase().geometry.is_some() { 1 } else { self.choice.within(self.choice.measured.most_blocks(class)) };
+                all.push(kernel.waiting(device, "combine", blocks.max(measured.min(kernel.most_blocks).min(self.most_waiting)))?);
             }
         }
         Ok(all)
+    }
+
+    /// How the kernel that sums is launched for a call of so many tokens.
+    pub fn launches(&self, num_tokens: u32) -> Launch {
+        let class = Class::of(num_tokens);
+        let Mapping { threads, split, .. } = self.choice.mapping(class);
+        let tokens = Tokens::exactly(num_tokens);
+        let kernel = self.combine[class as usize].iter().flatten().flatten().next();
+        let blocks = kernel.map_or_else(|| self.choice.combine_blocks(tokens, class), |kernel| self.combine_blocks(tokens, class, kernel));
+        Launch {
+            blocks,
+            threads,
+            parts: split.parts.into(),
+            unroll: split.unroll.into(),
+            route_blocks: 0,
+            chosen_by: self.choice.chosen_by(class),
+        }
     }
 
     pub fn limit_waiting(&mut self, blocks: u32) {

@@ -11,7 +11,10 @@ use super::params::{
 use super::spec::{KERNELS, Kind, Row, Spec};
 use crate::ep::device::memory::{DeviceLayout, MAX_ROUTE_BLOCKS, STATIC_SMEM_BYTES};
 use crate::ep::device::shape::{self, Shape, Waiting};
-use crate::ep::device::tuning::{Class, LANES, PhaseTuning, Split, Tokens, Tuning, blocks_for, registers, without_repeats};
+use crate::ep::device::table::{Key, Measured, TablePhase};
+use crate::ep::device::tuning::{
+    ChosenBy, Class, LANES, Launch, PhaseTuning, Split, Tokens, Tuning, blocks_for, registers, without_repeats,
+};
 use crate::ep::{Config, Plan};
 use crate::error::{Error, Result};
 use crate::gpu::{Device, Program};
@@ -40,6 +43,8 @@ pub(super) struct Choice {
     pub ranks_on_device: u32,
     pub num_sms: u32,
     pub tuning: Tuning,
+    /// What a table says of this GPU.
+    pub measured: Measured,
 }
 
 /// Threads of a block and the split of a row.
@@ -64,11 +69,33 @@ impl Choice {
             ranks_on_device,
             num_sms,
             tuning,
+            measured: Measured::default(),
         }
     }
 
     fn phase(&self) -> PhaseTuning {
         self.tuning.dispatch
+    }
+
+    /// What chooses threads and blocks.
+    pub fn chosen_by(&self, class: Class) -> ChosenBy {
+        match (self.phase().geometry, self.measured.threads(self.reachable(class))) {
+            (Some(_), _) => ChosenBy::Caller,
+            (None, Some(_)) => ChosenBy::Table,
+            (None, None) => ChosenBy::Rule,
+        }
+    }
+
+    /// Threads of a block: those of the caller, of a table, or what the rule has chosen.
+    fn threads(&self, class: Class, chosen: u32) -> u32 {
+        let measured = self.measured.threads(class).unwrap_or(chosen);
+        self.phase().geometry.map_or(measured, |(_, threads)| threads)
+    }
+
+    /// Blocks, likewise.
+    fn blocks(&self, tokens: Tokens, class: Class, chosen: u32) -> u32 {
+        let measured = self.measured.blocks(tokens.likely, class).map_or(chosen, |blocks| blocks.min(MOST_BLOCKS));
+        self.within(self.phase().geometry.map_or(measured, |(blocks, _)| blocks))
     }
 
     fn is_small_world(&self) -> bool {
@@ -107,7 +134,7 @@ impl Choice {
 
     pub fn low_latency(&self, small: bool, index: IndexType) -> Spec {
         let small = small || self.max_tokens <= self.small_low_latency_tokens();
-        let threads = self.phase().geometry.map_or(if self.is_small_world() { 256 } else { 128 }, |(_, threads)| threads.max(128));
+        let threads = self.threads(Class::Few, if self.is_small_world() { 256 } else { 128 }).max(128);
         let parts = self.row.num_vectors().div_ceil(LANES) as u16;
         let staged_rows = self.staged_rows as u16;
         self.spec(threads, Kind::LowLatency { small, index, row_bytes: self.row.row_bytes, parts, staged_rows })
@@ -121,7 +148,7 @@ impl Choice {
             _ if self.phase().sms.is_some() => 512,
             _ => 256,
         };
-        let threads = self.phase().geometry.map_or(chosen, |(_, threads)| threads);
+        let threads = self.threads(class, chosen);
         let parts = match class {
             Class::Few => 14,
             Class::Some => 4,
@@ -189,8 +216,7 @@ impl Choice {
         let parts = self.row.num_vectors().div_ceil(LANES);
         let items = u64::from(tokens.likely.max(1)) * u64::from(parts) * u64::from(self.shape.num_destinations().min(4));
         let share = self.num_sms * 256 / threads / self.ranks_on_device; // each multiprocessor has 256 such threads
-        let chosen = blocks_for(items, threads).min(share.max(1));
-        self.within(self.phase().geometry.map_or(chosen, |(blocks, _)| blocks))
+        self.blocks(tokens, Class::Few, blocks_for(items, threads).min(share.max(1)))
     }
 
     pub fn payload_blocks(&self, tokens: Tokens, class: Class) -> u32 {
@@ -202,7 +228,7 @@ impl Choice {
             Class::Many if self.shape.world <= 2 => (blocks / 2).saturating_mul(3),
             Class::Many => blocks.saturating_mul(2),
         };
-        self.within(self.phase().geometry.map_or(chosen.min(MOST_BLOCKS), |(blocks, _)| blocks))
+        self.blocks(tokens, self.reachable(class), chosen.min(MOST_BLOCKS))
     }
 
     pub fn arrange_blocks(&self, tokens: Tokens, class: Class) -> u32 {
@@ -237,6 +263,8 @@ pub(crate) struct Loaded {
 impl Loaded {
     pub fn load(device: &Device, c: &Config, p: &Plan, layout: &DeviceLayout, ranks_on_device: u32, tuning: Tuning) -> Result<Self> {
         let choice = Choice::new(c, p, layout, (ranks_on_device, device.num_sms()), tuning);
+        let key = Key::new(TablePhase::Dispatch, c, p, choice.ranks_on_device, tuning.dispatch.sms);
+        let choice = Choice { measured: Measured::find(&device.properties().name, &key), ..choice };
         // All at once first; what follows finds them loaded.
         choice.all().into_par_iter().try_for_each(|spec| KERNELS.load(device, spec).map(|_| ()))?;
         fn of<P>(device: &Device, choice: &Choice, spec: Spec) -> Result<shape::Loaded<P>> {
@@ -280,13 +308,36 @@ impl Loaded {
         }
         all.push(self.replay.waiting(device, "route", 1)?);
         for kernel in self.low_latency.iter().flatten().flatten() {
-            all.push(kernel.waiting(device, "low_latency", self.low_latency_blocks(many, kernel))?);
+            let measured = if choice.phase().geometry.is_some() { 1 } else { choice.within(choice.measured.most_blocks(Class::Few)) };
+            let measured = measured.min(kernel.most_blocks).min(self.most_waiting);
+            all.push(kernel.waiting(device, "low_latency", self.low_latency_blocks(many, kernel).max(measured))?);
         }
         for kernel in &self.payload {
             all.push(kernel.waiting(device, "payload", 1)?);
         }
         all.push(self.receive.waiting(device, "receive", 1)?);
         Ok(all)
+    }
+
+    /// How the kernel that moves rows is launched for a call of so many tokens.
+    pub fn launches(&self, num_tokens: u32) -> Launch {
+        let (choice, tokens, class) = (&self.choice, Tokens::exactly(num_tokens), Class::of(num_tokens));
+        if let Some(by_size) = &self.low_latency {
+            let small = num_tokens <= choice.small_low_latency_tokens();
+            let kernel = &by_size[usize::from(small)][IndexType::I32 as usize];
+            let (parts, blocks) = (choice.row.num_vectors().div_ceil(LANES), self.low_latency_blocks(tokens, kernel));
+            return Launch { blocks, threads: kernel.threads, parts, unroll: 1, route_blocks: 0, chosen_by: choice.chosen_by(class) };
+        }
+        let Mapping { threads, split, .. } = choice.payload_mapping(class);
+        let small = num_tokens <= choice.small_route_tokens();
+        let route_blocks = if small { 1 } else { self.route_blocks(tokens, &self.route[0][IndexType::I32 as usize]) };
+        let blocks = choice.payload_blocks(tokens, class);
+        Launch { blocks, threads, parts: split.parts.into(), unroll: split.unroll.into(), route_blocks, chosen_by: choice.chosen_by(class) }
+    }
+
+    /// Whether rows travel without done words.
+    pub fn skips_signals(&self) -> bool {
+        self.choice.tuning.measure.skip_signals
     }
 
     pub fn limit_waiting(&mut self, blocks: u32) {
