@@ -1,6 +1,7 @@
 //! The data path of Mixture-of-Experts layers.
 
 pub mod backend;
+pub mod capi;
 pub mod check;
 pub mod cpu;
 pub mod ep;

@@ -362,7 +362,35 @@ impl<'a> TensorView<'a> {
         Ok(Self { place: Place::Host(bytes), layout })
     }
 
-    /// A view of device memory that the caller owns.
+    /// A view of device memory that the caller owns: a raw pointer with a shape. Calls are the same as with views that know their owner.
+    ///
+    /// ```
+    /// use moe_kernels::gpu::{Buffer, Stream};
+    /// use moe_kernels::ops::gate::{GateOptions, gate};
+    /// use moe_kernels::tensor::{DType, DeviceAddress, Layout, TensorView, TensorViewMut};
+    /// use moe_kernels::{Backend, Cuda};
+    ///
+    /// // Of a GPU and a stream that another library made, say.
+    /// let Ok(Backend::Cuda(theirs)) = Backend::cuda(0) else { return Ok(()) }; // no GPU here
+    /// let memory = Buffer::new(theirs.device(), 48)?;
+    /// let (stream, pointer) = (theirs.stream().raw(), memory.address().address);
+    ///
+    /// // SAFETY: the stream lives to the end of this example.
+    /// let stream = unsafe { Stream::external(theirs.device(), stream) }?;
+    /// let backend = Backend::Cuda(Cuda::on(stream.clone()));
+    /// let device = theirs.device().ordinal();
+    /// let view = |offset, shape: &[usize]| {
+    ///     let layout = Layout::contiguous("example", DType::F32, shape)?;
+    ///     // SAFETY: x, w and g do not overlap, are inside the 48 bytes, and these live until the stream has been waited for.
+    ///     unsafe { TensorViewMut::from_device(DeviceAddress { device, address: pointer + offset }, layout) }
+    /// };
+    /// let (mut x, mut w, mut g) = (view(0, &[1, 4])?, view(16, &[4])?, view(32, &[1])?);
+    /// stream.write(&mut x, bytemuck::cast_slice(&[1.0f32, 2.0, 3.0, 0.0]))?;
+    /// stream.write(&mut w, bytemuck::cast_slice(&[0.5f32, 0.25, -0.5, 0.0]))?;
+    /// gate(&backend, x.as_view(), w.as_view(), &GateOptions::default(), g.reborrow())?;
+    /// assert_eq!(stream.read(&g.as_view())?, 0.37754068f32.to_le_bytes());
+    /// # Ok::<(), moe_kernels::Error>(())
+    /// ```
     ///
     /// # Safety
     /// The layout's extent from `address` on is memory of that device, and stays so until every operation that was given the view has run.

@@ -6,6 +6,7 @@ use std::sync::{PoisonError, RwLock};
 use libtest_mimic::{Failed, Trial};
 use moe_kernels::gpu::{Device, Nvrtc, Stream};
 
+mod cast;
 pub mod child;
 mod compile;
 mod costs;
@@ -48,7 +49,8 @@ pub fn trials() -> Vec<Trial> {
     let is_asked_for = std::env::var("MOE_BACKEND").is_ok_and(|name| name.starts_with("cuda"));
     let has_compiler = Nvrtc::get().is_ok();
     let has_gpu = has_compiler && Device::count().is_ok_and(|num| num > 0);
-    let modules: [&[(&str, Needs, Test)]; 11] = [
+    let modules: [&[(&str, Needs, Test)]; 12] = [
+        cast::TRIALS,
         compile::TRIALS,
         costs::TRIALS,
         entries::TRIALS,

@@ -13,6 +13,7 @@ use moe_kernels::{Backend, check, check::Group};
 mod allocations;
 mod bad_input;
 mod blas;
+mod capi;
 mod cast;
 mod checkpoint;
 mod cli;
@@ -56,11 +57,11 @@ fn main() -> ExitCode {
         if let Some(share) = Share::of_this_process() {
             return ExitCode::from(u8::from(share.compile(&programs(&arguments)).is_err()));
         }
-        let num_programs = programs(&arguments).len();
-        if let (true, Ok(Backend::Cuda(cuda))) = (num_programs > 0, Backend::from_name(&backend_name())) {
+        let programs = programs(&arguments);
+        if let (false, Ok(Backend::Cuda(cuda))) = (programs.is_empty(), Backend::from_name(&backend_name())) {
             let start = Instant::now();
-            precompile::compile(&cuda, num_programs);
-            eprintln!("{num_programs} kernels of expert parallelism are compiled after {:.1} s", start.elapsed().as_secs_f64());
+            precompile::compile(&cuda, &programs);
+            eprintln!("{} kernels of expert parallelism are compiled after {:.1} s", programs.len(), start.elapsed().as_secs_f64());
         }
     }
     let mut trials = shared_checks();
@@ -68,6 +69,7 @@ fn main() -> ExitCode {
         allocations::trials,
         bad_input::trials,
         blas::trials,
+        capi::trials,
         cast::trials,
         checkpoint::trials,
         cli::trials,

@@ -27,7 +27,7 @@ pub fn trials() -> Vec<Trial> {
         Trial::test("model::protocol::every two neighbours are declared", protocol::pairs_are_complete),
     ];
     let mut add = |name: String, check: Box<dyn Fn() -> Result<(), Failed> + Send + Sync>| {
-        trials.push(Trial::test(format!("model::{name}"), move || check()));
+        trials.push(Trial::test(format!("model::{name}"), check));
     };
     for script in &SCRIPTS {
         add(format!("two ranks::{}", script.name), Box::new(|| sound::<Loom>(script, 2, script.steps())));

@@ -13,6 +13,8 @@ shift || true
 filters=("$@")
 [ ${#filters[@]} -gt 0 ] || filters=(
     "gate gate bf16 bf16 fused" "gate gate_mul_add bf16 f32 framework" "gate gate_append_topk f16 f16 fused" "gate sigmoid_mul f32 f32 framework"
+    "cast given scale, list, bf16 to e5m2fnuz" "cast given scale, grouped, f32 to bf16" "cast current scale, f16 to e5m2fnuz"
+    "cast 1x128 scales, deepgemm power of two false, ColumnMajor of f32, bf16 to e5m2, grouped" "cast 1x32 scales, mx, RowMajor of e8m0, f16 to e5m2fnuz, grouped"
     "dispatch under a sanitizer" "combine under a sanitizer"
 )
 # Ranks that share the GPU wait for each other: not in one queue, not for a kernel that is loaded, and longer than without a tool.
@@ -43,6 +45,9 @@ run() {
     done
     printf '=== %s: clean, %d s\n' "$tool" $((SECONDS - start))
 }
+
+# Kernels are compiled before, by processes that no tool watches.
+for filter in "${filters[@]}"; do "$program" check --backend cuda --filter "$filter" >"$logs/plain" || { cat "$logs/plain"; exit 1; }; done
 
 # The tools do not disturb each other, so all run at once.
 tools=(memcheck racecheck synccheck initcheck)

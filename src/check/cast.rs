@@ -184,11 +184,11 @@ fn every_pattern(backend: &Backend, from: DType) -> Result<usize, Failed> {
     Ok(num_cases)
 }
 
-/// 1 to 300 matrices, more than are shared out at once, with empty ones among them.
+/// 1 to 1100 matrices, more than are shared out at once, with empty ones among them.
 fn many_matrices(backend: &Backend) -> Result<usize, Failed> {
     let variants = variants(backend)?;
     let mut num_cases = 0;
-    for num in [1, 2, 127, 128, 129, 300] {
+    for num in [1, 2, 127, 128, 129, 300, 1100] {
         let rows = |i: usize| if i % 5 == 3 { 0 } else { i % 23 };
         let shapes: Vec<_> = (0..num).map(|i| [rows(i), (i * 7) % 41]).collect();
         num_cases += Case::new(DType::BF16, DType::E4M3, shapes, Scaling::Given).run(&variants)?;
@@ -219,6 +219,7 @@ fn past_the_caches(backend: &Backend) -> Result<usize, Failed> {
             column.fetch(&backend)?;
             row.check("row")?;
             column.check("column")?;
+            let (of_columns, mut transposed) = (column.bytes(), vec![0; row.bytes().len()]);
             let size = to.size();
             for r in 0..rows {
                 let source = &x[r * columns * 2..][..columns * 2];
@@ -228,11 +229,18 @@ fn past_the_caches(backend: &Backend) -> Result<usize, Failed> {
                     &[1, columns],
                 )?);
                 cast(&Backend::cpu(), &mut [matrix], &Options::default())?;
-                ensure!(alone == row.bytes()[r * columns * size..][..columns * size], "{name}, {to}: row {r}");
-                for (c, element) in alone.chunks(size).enumerate() {
-                    ensure!(*element == column.bytes()[(c * rows + r) * size..][..size], "{name}, {to}: row {r} of column {c}");
+                compare::equal(
+                    &format!("{name}, {to}: row {r}"),
+                    to,
+                    &[columns],
+                    &row.bytes()[r * columns * size..][..columns * size],
+                    &alone,
+                )?;
+                for (c, element) in transposed[r * columns * size..][..columns * size].chunks_mut(size).enumerate() {
+                    element.copy_from_slice(&of_columns[(c * rows + r) * size..][..size]);
                 }
             }
+            ensure!(transposed == row.bytes(), "{name}, {to}: the transposed copy is not the row copy transposed");
             num_cases += 1;
         }
     }

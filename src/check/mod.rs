@@ -93,7 +93,7 @@ pub fn groups() -> Vec<Group> {
 /// The operations that a backend has, by its name (`cuda:1` is `cuda`).
 pub fn runs_on(op: &str, backend: &str) -> bool {
     match backend.split(':').next() {
-        Some("cuda") => matches!(op, "gate" | "dispatch" | "combine") || op == "cast" && cfg!(feature = "cuda-cast"),
+        Some("cuda") => matches!(op, "gate" | "dispatch" | "combine" | "cast"),
         _ => true,
     }
 }

@@ -4,6 +4,8 @@
 
 use std::process::{Command, Stdio};
 
+use rayon::prelude::*;
+
 use crate::backend::Cuda;
 use crate::check::Failed;
 use crate::gpu::{Program, jit};
@@ -52,15 +54,16 @@ impl Share {
     }
 }
 
-/// Starts this program again, with the same arguments, once for each processor; returns when all have compiled their shares of the same list. Nothing
-/// to do without a cache folder. What fails there is compiled, or fails, again where it is needed.
-pub fn compile(cuda: &Cuda, num_programs: usize) {
+/// Starts this program again, with the same arguments, once for each processor, if any of `programs` is missing; returns when all have compiled
+/// their shares of the same list. Nothing to do without a cache folder. What fails there is compiled, or fails, again where it is needed.
+pub fn compile(cuda: &Cuda, programs: &[Program]) {
     // A process takes as long to start as some kernels to compile (arbitrary).
     const LEAST: usize = 4;
-    let (Ok(program), Some(_)) = (std::env::current_exe(), cache_folder()) else { return };
-    let most = num_programs.div_ceil(LEAST);
-    let of = std::thread::available_parallelism().map_or(1, usize::from).min(most);
+    let (Ok(program), Some(folder)) = (std::env::current_exe(), cache_folder()) else { return };
     let arch = jit::architecture(cuda.device());
+    let is_missing = |program: &&Program| !jit::is_cached(program, &arch, &folder).unwrap_or(true);
+    let num_missing = programs.par_iter().filter(is_missing).count();
+    let of = std::thread::available_parallelism().map_or(1, usize::from).min(num_missing.div_ceil(LEAST));
     let start = |first: usize| {
         let share = Share { first, of, arch: arch.clone() };
         let mut command = Command::new(&program);

@@ -43,7 +43,7 @@ pub fn check(arguments: &Arguments, output: &mut Output) -> Result<bool> {
     }
     let backend = Backend::from_name(&arguments.backend)?;
     if let Backend::Cuda(cuda) = &backend {
-        precompile::compile(cuda, programs(&chosen).map_or(0, |programs| programs.len()));
+        precompile::compile(cuda, &programs(&chosen).unwrap_or_default());
     }
     run(&chosen, &backend, output)
 }

@@ -146,6 +146,30 @@ impl Buffer {
     pub fn view_mut(&mut self, at: usize, layout: Layout) -> Result<TensorViewMut<'_>> {
         self.part_mut(at, layout)
     }
+
+    /// Several tensors in this buffer, each behind the one before.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] when one starts before the end of the one before it, or ends behind the buffer.
+    pub fn views_mut(&mut self, tensors: &[(usize, Layout)]) -> Result<Vec<TensorViewMut<'_>>> {
+        let mut end = 0;
+        let mut views = Vec::with_capacity(tensors.len());
+        for &(at, layout) in tensors {
+            if at < end {
+                return Err(Error::invalid(
+                    OP,
+                    "tensors",
+                    format!("one at byte {at}"),
+                    format!("none before byte {end}, the end of the one before"),
+                ));
+            }
+            let address = DeviceAddress { device: self.device.ordinal(), address: self.range(at, layout.extent_bytes())? };
+            end = at + layout.extent_bytes();
+            // SAFETY: as in `view`; no two of the extents overlap.
+            views.push(unsafe { TensorViewMut::from_device(address, layout) }?);
+        }
+        Ok(views)
+    }
 }
 
 impl Drop for Buffer {

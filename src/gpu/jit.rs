@@ -163,6 +163,14 @@ pub fn compile(program: &Program, arch: &str, cache: Option<&Path>) -> Result<Co
     Ok(Compiled { image, log, origin: Origin::Compiler, time: start.elapsed() })
 }
 
+/// Whether the cache folder has a file for `program`; whether it is whole, whoever reads it finds out.
+///
+/// # Errors
+/// [`Error::Library`] without a compiler, whose version is a part of the file's name.
+pub fn is_cached(program: &Program, arch: &str, folder: &Path) -> Result<bool> {
+    Ok(file_of(folder, &key(&program.text(), program.entry, arch, Nvrtc::get()?.version()?)).is_file())
+}
+
 type Hash = [u8; 32];
 
 /// What decides the machine code: sources with constants, entry, architecture, flags, compiler. Never a number that follows the data.

@@ -50,6 +50,7 @@ mod library;
 mod nvrtc;
 mod places;
 pub mod plain;
+pub mod plain_cast;
 mod program;
 mod shareable;
 mod stream;

@@ -4,7 +4,7 @@ use crate::backend::Backend;
 use crate::check::Failed;
 use crate::check::guarded::{Guarded, POISON};
 use crate::ensure;
-use crate::ops::cast::{Operands, Options, ScaleLayout, Scaling, cast, cast_grouped};
+use crate::ops::cast::{Operands, Options, ScaleLayout, Scaling, cast, cast_grouped, status};
 use crate::oracle::cast::{self as oracle, Cast, Cell, Grid};
 use crate::oracle::{compare, float};
 use crate::random::SplitMix64;
@@ -138,6 +138,11 @@ impl Case {
                 let mut scale_inv = Buffer::new("scale_inv", DType::F32, &[casts.len()], 1, 0)?;
                 casts.iter().enumerate().for_each(|(i, cast)| scale_inv.want(4 * i, &cast.scale_inv.to_le_bytes()));
                 t.scale_inv = Some(scale_inv);
+            }
+            if self.extras && self.is_grouped {
+                let mut word = Buffer::new("status", DType::U32, &[1], 1, 0)?;
+                word.want(0, &status::GOOD.to_le_bytes());
+                t.status = Some(word);
             }
             if self.noop.is_some_and(|flag| flag != 0) {
                 t.buffers().for_each(Buffer::want_nothing);
@@ -331,6 +336,7 @@ struct Tensors {
     column_scales: Option<Buffer>,
     amax: Option<Buffer>,
     scale_inv: Option<Buffer>,
+    status: Option<Buffer>,
 }
 
 impl Tensors {
@@ -353,13 +359,22 @@ impl Tensors {
             column_scales: None,
             amax: None,
             scale_inv: None,
+            status: None,
         })
     }
 
     fn buffers(&mut self) -> impl Iterator<Item = &mut Buffer> {
-        [&mut self.row, &mut self.column, &mut self.row_scales, &mut self.column_scales, &mut self.amax, &mut self.scale_inv]
-            .into_iter()
-            .flatten()
+        [
+            &mut self.row,
+            &mut self.column,
+            &mut self.row_scales,
+            &mut self.column_scales,
+            &mut self.amax,
+            &mut self.scale_inv,
+            &mut self.status,
+        ]
+        .into_iter()
+        .flatten()
     }
 
     fn reset(&mut self) {
@@ -379,11 +394,12 @@ impl Tensors {
             column_scales: view(backend, &mut self.column_scales)?,
             amax: view(backend, &mut self.amax)?,
             scale_inv: view(backend, &mut self.scale_inv)?,
+            status: view(backend, &mut self.status)?,
         })
     }
 
     fn check(&self) -> Result<(), Failed> {
-        let all = [&self.row, &self.column, &self.row_scales, &self.column_scales, &self.amax, &self.scale_inv];
+        let all = [&self.row, &self.column, &self.row_scales, &self.column_scales, &self.amax, &self.scale_inv, &self.status];
         all.into_iter().flatten().try_for_each(Buffer::check)
     }
 }

@@ -2,6 +2,8 @@
 #![forbid(unsafe_code)]
 
 mod agreement;
+mod cast;
+mod cast_case;
 mod decode;
 mod decode_step;
 pub mod ep;
@@ -25,6 +27,8 @@ use crate::output::Output;
 pub enum Arguments {
     /// The shared expert's gate, at every size, beside cuBLASLt and the chain of single steps
     Gate(gate::Arguments),
+    /// The grouped FP8 cast + transpose, beside a copy of the same bytes and what is commonly done
+    Cast(cast::Arguments),
     /// A whole decode step of a model with 40 layers, with the gate of a BLAS and with ours
     Decode(decode::Arguments),
     /// Dispatch between ranks: the whole, the movement of rows alone, and what is beside it
@@ -41,6 +45,7 @@ pub enum Arguments {
 pub fn bench(arguments: &Arguments, output: &mut Output) -> Result<bool> {
     match arguments {
         Arguments::Gate(arguments) => gate::bench(arguments, output),
+        Arguments::Cast(arguments) => cast::bench(arguments, output),
         Arguments::Decode(arguments) => decode::bench(arguments, output),
         Arguments::Dispatch(arguments) => ep::bench(ep::Phase::Dispatch, arguments, output),
         Arguments::Combine(arguments) => ep::bench(ep::Phase::Combine, arguments, output),

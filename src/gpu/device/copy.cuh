@@ -195,6 +195,19 @@ DEVICE u32 value_of(u32 value, u32 from) {
 #endif
 }
 
+// The sum over the group.
+DEVICE u32 sum_of_group(u32 value) {
+#if !PLATFORM_AMD
+    return __reduce_add_sync(0xFFFFFFFFu, value);
+#else
+#pragma unroll
+    for (u32 mask = 1; mask < 32; mask *= 2) {
+        value += (u32)__builtin_amdgcn_ds_bpermute((int)((thread_idx() ^ mask) * 4), (int)value);
+    }
+    return value;
+#endif
+}
+
 // The greatest of the group.
 DEVICE u32 greatest_of_group(u32 value) {
 #if !PLATFORM_AMD

@@ -92,14 +92,29 @@ KERNEL_FITTING(NUM_THREADS, BLOCKS) cast_blocks(PARAMETERS(Parameters) p) {
     }
     const u32 thread = thread_idx(), across = thread % ACROSS, down = thread / ACROSS, group = thread / 32;
     for (u32 nth = 0; locate(p, nth, search, found); nth++) {
-        const u32 matrix = found.matrix, num_rows = found.num_rows, num_columns = found.num_columns;
+        const u32 matrix = found.matrix, num_rows = found.num_rows, first_row = found.first_row, first_column = found.first_column;
         const Matrix& m = p.matrices[LIST ? matrix : 0];
+        const u32 columns_left = m.num_columns - first_column, num_columns = columns_left < TILE_COLUMNS ? columns_left : TILE_COLUMNS;
         const u32 left = across * PATCH < num_columns ? num_columns - across * PATCH : 0, columns_here = left < PATCH ? left : PATCH;
         const u32 below = down * PATCH < num_rows ? num_rows - down * PATCH : 0, rows_here = below < PATCH ? below : PATCH;
-        const u32 valid = down * PATCH < found.num_valid ? found.num_valid - down * PATCH : 0, valid_here = valid < PATCH ? valid : PATCH;
-        const u32 in_piece = ALIGNED ? 16 : piece_of((u64)m.x, m.x_stride, m.num_columns * IN);
+        const u32 top = first_row + down * PATCH, valid = top < found.num_valid ? found.num_valid - top : 0, valid_here = valid < PATCH ? valid : PATCH;
         Patch patch;
-        load_patch<ALIGNED>(patch, found.x + down * PATCH * m.x_stride + across * PATCH * IN, m.x_stride, valid_here, columns_here * IN, in_piece);
+        if constexpr (ALIGNED) {
+            // Where there is nothing, something that is there is loaded and masked: no load waits for a condition.
+            const u32 column = columns_here > 0 ? across * PATCH : 0;
+            load_patch_of(patch, input_of(m, found) + (first_column + column) * IN, (u32)m.x_stride, top, found.num_valid);
+#pragma unroll
+            for (u32 r = 0; r < PATCH; r++) {
+                const u32 mask = all_if_less(top + r, found.num_valid) & all_if_less(0, columns_here);
+#pragma unroll
+                for (u32 w = 0; w < IN_WORDS; w++) {
+                    patch.word[r][w] &= mask;
+                }
+            }
+        } else {
+            load_patch<false>(patch, input_of(m, found) + (u64)top * m.x_stride + (first_column + across * PATCH) * IN, m.x_stride, valid_here, columns_here * IN,
+                              piece_of((u64)m.x, m.x_stride, m.num_columns * IN));
+        }
         u32 bits;
         {
             u32 of_rows[PATCH], of_columns[PATCH];
@@ -131,7 +146,6 @@ KERNEL_FITTING(NUM_THREADS, BLOCKS) cast_blocks(PARAMETERS(Parameters) p) {
         if (thread == 0 && m.amax != nullptr) {
             raise(m.amax + (LIST ? 0 : matrix), (i32)greatest);
         }
-        const u32 first_row = found.first_row, first_column = found.first_column;
         if constexpr (IS_SQUARE) {
             if (thread == 0) {
                 const Scale scale = block_scale<FROM, FORMULA>(float_of(greatest), LARGEST_VALUE, p.epsilon, power_of_two);
@@ -182,7 +196,7 @@ KERNEL_FITTING(NUM_THREADS, BLOCKS) cast_blocks(PARAMETERS(Parameters) p) {
         if (rows_here > 0 && columns_here > 0) {
             if (ROW) {
                 const u32 out_piece = ALIGNED ? 16 : piece_of((u64)m.row, m.row_stride, m.num_columns * OUT);
-                u8* to = found.row + down * PATCH * m.row_stride + across * PATCH * OUT;
+                u8* to = rows_of(m, found) + (u64)top * m.row_stride + (first_column + across * PATCH) * OUT;
 #pragma unroll
                 for (u32 r = 0; r < PATCH; r++) {
                     const float factor = IS_SQUARE ? factor_of_square : factors_of_rows[across / PATCHES][down * PATCH + r];
@@ -205,14 +219,22 @@ KERNEL_FITTING(NUM_THREADS, BLOCKS) cast_blocks(PARAMETERS(Parameters) p) {
                 for (u32 r = 0; r < PATCH; r++) {
                     narrow_row(patch.word[r], [&](u32 c) { return factors[c]; }, narrowed[r]);
                 }
-                put_patch(shared_tile, narrowed, across, down);
+                put_patch(shared_tile, narrowed, across * PATCH, down);
             }
         }
-        u8* const column = found.column;
-        const u64 column_stride = found.column_stride;
+        const u32 length = num_rows * OUT;
+        u8* const columns = columns_of(m, found);
+        const u64 column_stride = column_stride_of(m, found);
+        const Walk walk = walk_of(columns, length);
         block_barrier();
         if (COLUMN) {
-            store_columns(column, column_stride, shared_tile, num_rows, num_columns);
+            store_columns(columns, column_stride, shared_tile, length, num_columns, walk);
         }
+        if (!search.has_more) {
+            break;
+        }
+    }
+    if (!LIST && block_idx_x() == 0 && thread == 0 && p.status != nullptr) {
+        *p.status = search.status_of_all;
     }
 }

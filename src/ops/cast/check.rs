@@ -5,7 +5,7 @@ use super::layout::{Shape, Side, Sums, scale_shape};
 use super::{Formula, OP, Operands, Options, ScaleLayout, Scaling};
 use crate::backend::{Cpu, Cuda};
 use crate::error::{Error, Result};
-use crate::tensor::{DType, DeviceAddress, TensorView, TensorViewMut};
+use crate::tensor::{DType, DeviceAddress, Layout, TensorView, TensorViewMut};
 
 /// The memory in which a call's tensors must lie, and what can be known of their contents before the call runs.
 pub(super) trait Memory {
@@ -14,6 +14,9 @@ pub(super) trait Memory {
 
     /// As [`Memory::holds`], of a view that is written.
     fn holds_output(&self, what: impl Into<String>, view: &TensorViewMut<'_>) -> Result<()>;
+
+    /// Whether two views may share bytes: on a host the borrow checker has seen to that.
+    fn may_overlap(&self) -> bool;
 
     /// The extents of a group, or the least there can be when its offsets are read later.
     fn sums(&self, offsets: &TensorView<'_>, capacity: usize, options: &Options<'_>) -> Result<Sums>;
@@ -29,6 +32,10 @@ impl Memory for Cpu {
 
     fn holds_output(&self, what: impl Into<String>, view: &TensorViewMut<'_>) -> Result<()> {
         view.host(OP, what).map(|_| ())
+    }
+
+    fn may_overlap(&self) -> bool {
+        false
     }
 
     fn sums(&self, offsets: &TensorView<'_>, capacity: usize, options: &Options<'_>) -> Result<Sums> {
@@ -52,6 +59,10 @@ impl Memory for Cuda {
 
     fn holds_output(&self, what: impl Into<String>, view: &TensorViewMut<'_>) -> Result<()> {
         is_on(self, what, view.device(), view.layout().extent_bytes())
+    }
+
+    fn may_overlap(&self) -> bool {
+        true
     }
 
     fn sums(&self, _: &TensorView<'_>, _: usize, _: &Options<'_>) -> Result<Sums> {
@@ -96,7 +107,11 @@ pub(super) fn list(memory: &impl Memory, matrices: &[Operands<'_>], options: &Op
         let sums = Sums::default().with(rows, options.pad_rows, &options.scaling);
         let sums = sums.ok_or_else(|| too_many_rows(name.of("x"), rows))?;
         outputs(memory, name, matrix, options, &sums, columns, false)?;
+        apart(memory, name, matrix)?;
         per_matrix(memory, name, matrix, 1)?;
+        if matrix.status.is_some() {
+            return Err(Error::invalid(OP, name.of("status"), "present", "absent: a list has no offsets"));
+        }
     }
     Ok(known.filter(|_| !memory.is_noop(options)))
 }
@@ -114,7 +129,12 @@ pub(super) fn grouped(memory: &impl Memory, all: &Operands<'_>, offsets: &Tensor
     }
     let sums = memory.sums(offsets, capacity, options)?;
     outputs(memory, name, all, options, &sums, columns, true)?;
+    apart(memory, name, all)?;
     per_matrix(memory, name, all, offsets.shape()[0] - 1)?;
+    if let Some(status) = &all.status {
+        dtype_of("status", status.dtype(), &[DType::U32])?;
+        output(memory, "status", status, &Shape::exact([1]))?;
+    }
     Ok(Some(known).filter(|_| !memory.is_noop(options)))
 }
 
@@ -280,6 +300,28 @@ fn outputs(
         if layout != ScaleLayout::RowMajor && view.shape()[0] > 1 && !row_bytes.is_multiple_of(16) {
             return Err(Error::invalid(OP, name, format!("with rows {row_bytes} bytes apart"), "rows a multiple of 16 bytes apart"));
         }
+    }
+    Ok(())
+}
+
+/// The large tensors of one matrix share no byte. (Of all tensors of a long list that would take longer than the launch.)
+fn apart(memory: &impl Memory, name: Name, o: &Operands<'_>) -> Result<()> {
+    if !memory.may_overlap() {
+        return Ok(());
+    }
+    let range = |device: Option<DeviceAddress>, layout: &Layout| {
+        let bytes = layout.extent_bytes() as u64;
+        device.filter(|_| bytes > 0).map_or((0, 0), |at| (at.address, at.address + bytes))
+    };
+    let of = |view: &Option<TensorViewMut<'_>>| view.as_ref().map_or((0, 0), |view| range(view.device(), view.layout()));
+    let overlap = |a: (u64, u64), b: (u64, u64)| a.0 < b.1 && b.0 < a.1;
+    let (x, row, column) = (range(o.x.device(), o.x.layout()), of(&o.row), of(&o.column));
+    if overlap(row, x) {
+        return Err(Error::invalid(OP, name.of("row"), "overlapping x", "apart from x"));
+    }
+    if overlap(column, x) || overlap(column, row) {
+        let with = if overlap(column, x) { "x" } else { "row" };
+        return Err(Error::invalid(OP, name.of("column"), format!("overlapping {with}"), "apart from x and row"));
     }
     Ok(())
 }

@@ -79,6 +79,9 @@ pub(super) fn list(cpu: &Cpu, known: &Known, matrices: &mut [Operands<'_>]) -> R
 pub(super) fn grouped(cpu: &Cpu, known: &Known, all: &mut Operands<'_>, offsets: &TensorView<'_>) -> Result<()> {
     let bytes = output_bytes(all);
     let num_matrices = offsets.shape()[0] - 1;
+    if let Some(status) = &mut all.status {
+        status.host_mut(OP, "status")?.copy_from_slice(&super::status::GOOD.to_le_bytes());
+    }
     let offset_bytes = offsets.host(OP, "offsets")?;
     let at = |i| offset(offsets.dtype(), offset_bytes, i) as usize;
     let mut parts = Parts::new(all)?;

@@ -131,10 +131,10 @@ impl Scales {
         }
     }
 
-    fn tile(self, from: DType, to: DType, is_native: bool) -> Tile {
+    fn tile(self, from: DType, to: DType, is_native: bool, mean_rows: usize) -> Tile {
         match self {
-            Scales::Blocks { .. } => tuning::block_tile(from, is_native),
-            Scales::Given | Scales::Current => tuning::tile(from, to, is_native),
+            Scales::Blocks { block, .. } => tuning::block_tile(from, is_native, block == Block::Row128),
+            Scales::Given | Scales::Current => tuning::tile(from, to, is_native, mean_rows),
         }
     }
 }
@@ -151,6 +151,13 @@ enum Kind {
         column: bool,
         aligned: bool,
     },
+}
+
+impl Kind {
+    /// What is done once a matrix knows no tiles: one kernel is enough.
+    fn tile(self, tile: Tile) -> Tile {
+        if matches!(self, Kind::Tiles { .. }) { tile } else { tuning::NO_TILE }
+    }
 }
 
 impl Spec for Variant {
@@ -200,7 +207,7 @@ impl Spec for Variant {
             (false, true) => "column",
             (false, false) => "amax",
         };
-        let Tile { rows, columns, down, .. } = tile;
+        let Tile { rows, columns, down, blocks } = tile;
         let unaligned = if aligned { "" } else { ", unaligned" };
         let (entry, sources) = match scales {
             Scales::Blocks { formula, .. } => {
@@ -210,7 +217,7 @@ impl Spec for Variant {
             Scales::Given | Scales::Current => ("cast_tile", TILE_SOURCES),
         };
         Program {
-            name: format!("cast tiles {types}, {copies}, {scale}, {form}{unaligned} {rows}x{columns}x{down}"),
+            name: format!("cast tiles {types}, {copies}, {scale}, {form}{unaligned} {rows}x{columns}x{down}, {blocks} resident"),
             entry,
             sources,
             constants,
@@ -302,6 +309,7 @@ impl Entry for BlockMatrix {
 struct Parameters<E, const N: usize> {
     noop: u64,
     offsets: u64,
+    status: u64,
     row_capacity: u64,
     block_capacity: u64,
     word_capacity: u64,
@@ -315,7 +323,7 @@ struct Parameters<E, const N: usize> {
 }
 
 const _: () = assert!(size_of::<Matrix>() == 88 && size_of::<BlockMatrix>() == 120, "no padding, as in locate.cuh");
-const _: () = assert!(size_of::<Parameters<Matrix, 1>>() == 64 + 88, "no padding, as in locate.cuh");
+const _: () = assert!(size_of::<Parameters<Matrix, 1>>() == 72 + 88, "no padding, as in locate.cuh");
 // Spec: CUDA, bytes of a kernel's parameters from 12.1 on.
 const _: () = assert!(size_of::<Parameters<BlockMatrix, { LIST_SIZES[2] }>>() <= 32764);
 
@@ -367,6 +375,7 @@ impl<E: Entry, const N: usize> Parameters<E, N> {
         Parameters {
             noop: read(options.noop.as_ref()),
             offsets: 0,
+            status: 0,
             row_capacity: u64::MAX,
             block_capacity: u64::MAX,
             word_capacity: u64::MAX,
@@ -413,7 +422,8 @@ fn part_of_list<E: Entry, const N: usize>(
     options: &Options<'_>,
 ) -> Result<()> {
     let scales = Scales::of(known, &matrices[0]);
-    let tile = scales.tile(known.from, known.to, tuning::is_native(cuda.device().compute_capability(), known.to));
+    let mean_rows = matrices.iter().fold(0, |sum: usize, o| sum.saturating_add(o.x.shape()[0])) / matrices.len();
+    let tile = scales.tile(known.from, known.to, tuning::is_native(cuda.device().compute_capability(), known.to), mean_rows);
     let mut parameters = Parameters::<E, N>::new(known, options);
     let (mut num_parts, mut aligned) = (0u64, true);
     for (i, (o, entry)) in matrices.iter().zip(&mut parameters.matrices).enumerate() {
@@ -451,7 +461,8 @@ fn group_of<E: Entry>(cuda: &Cuda, known: &Known, all: &Operands<'_>, offsets: &
         return Ok(());
     }
     let scales = Scales::of(known, all);
-    let tile = scales.tile(known.from, known.to, tuning::is_native(cuda.device().compute_capability(), known.to));
+    let mean_rows = all.x.shape()[0] / num_matrices;
+    let tile = scales.tile(known.from, known.to, tuning::is_native(cuda.device().compute_capability(), known.to), mean_rows);
     let mut parameters = Parameters::<E, 1>::new(known, options);
     let [rows, columns] = extents(&all.x).map_err(|(got, want)| Error::invalid(OP, "x", got, want))?;
     needs_inverse(known, all).map_err(|(got, want)| Error::invalid(OP, "scale_inv", got, want))?;
@@ -462,19 +473,20 @@ fn group_of<E: Entry>(cuda: &Cuda, known: &Known, all: &Operands<'_>, offsets: &
     parameters.matrices[0] = entry;
     [parameters.row_capacity, parameters.block_capacity, parameters.word_capacity] = capacities(known, all, columns as usize);
     parameters.offsets = read(Some(offsets));
+    parameters.status = write(all.status.as_ref());
     if offsets.dtype() == DType::I64 {
         parameters.flags |= flag::OFFSETS_ARE_64_BITS;
     }
     parameters.num_matrices =
         u32::try_from(num_matrices).map_err(|_| Error::invalid(OP, "offsets", format!("of {num_matrices} matrices"), "fewer than 2^32"))?;
-    // Each matrix ends in the middle of a part on average; a block takes two parts where that is too few.
-    let num_down = (rows as u64).div_ceil(tile.part_rows() as u64) + (num_matrices as u64).div_ceil(2);
+    let num_down = tuning::num_parts_expected(rows.into(), num_matrices as u64, tile.part_rows() as u64);
     parameters.num_strips = columns.div_ceil(tile.columns.into());
     let num_blocks = num_down * u64::from(parameters.num_strips);
     if num_blocks > MAX_BLOCKS {
         return Err(too_many_parts());
     }
-    parameters.num_blocks = num_blocks as u32;
+    // One block at least, for what is written once.
+    parameters.num_blocks = num_blocks.max(1) as u32;
     Call { known, scales, tile, list: 0, aligned, row: all.row.is_some(), column: all.column.is_some() }.queue(cuda, &parameters)
 }
 
@@ -485,7 +497,7 @@ fn capacities(known: &Known, all: &Operands<'_>, columns: usize) -> [u64; 3] {
         rows = rows.min(row.shape()[0]);
     }
     if let Some(column) = &all.column {
-        rows = rows.min(column.shape()[0] / columns.max(1));
+        rows = rows.min(column.shape()[0].checked_div(columns).unwrap_or(usize::MAX));
     }
     if let Scaling::Block { block, layout, .. } = known.scaling {
         let (lines, _) = block.extents();
@@ -497,7 +509,7 @@ fn capacities(known: &Known, all: &Operands<'_>, columns: usize) -> [u64; 3] {
         if let Some(scales) = &all.column_scales {
             let held = scales.shape()[0];
             match layout {
-                ScaleLayout::RowMajor => blocks = blocks.min(held / columns.div_ceil(lines).max(1)),
+                ScaleLayout::RowMajor => blocks = blocks.min(held.checked_div(columns.div_ceil(lines)).unwrap_or(usize::MAX)),
                 ScaleLayout::ColumnMajor => blocks = blocks.min(held),
                 ScaleLayout::PackedE8m0 => words = words.min(held),
             }
@@ -516,6 +528,10 @@ fn too_many_parts() -> Error {
 /// Rows and columns as the kernels count them.
 fn extents(x: &TensorView<'_>) -> Result<[u32; 2], (String, &'static str)> {
     let number = |extent: usize| u32::try_from(extent).ok().filter(|extent| *extent < 1 << 30);
+    let row_bytes = x.strides().first().copied().unwrap_or(0).saturating_mul(x.dtype().size());
+    if row_bytes > u32::MAX as usize {
+        return Err((format!("with rows {row_bytes} bytes apart"), "rows less than 2^32 bytes apart on a gpu"));
+    }
     match (number(x.shape()[0]), number(x.shape()[1])) {
         (Some(rows), Some(columns)) => Ok([rows, columns]),
         _ => Err((format!("of shape {:?}", x.shape()), "extents below 2^30 on a gpu")),
@@ -565,7 +581,7 @@ impl Call<'_> {
     }
 
     fn launch<E: Entry, const N: usize>(&self, cuda: &Cuda, kind: Kind, scales: Scales, parameters: &Parameters<E, N>) -> Result<()> {
-        let variant = Variant { kind, from: self.known.from, to: self.known.to, list: self.list, scales, tile: self.tile };
+        let variant = Variant { kind, from: self.known.from, to: self.known.to, list: self.list, scales, tile: kind.tile(self.tile) };
         let (num_blocks, threads, smem_bytes) = match kind {
             Kind::Tiles { column, .. } => {
                 (parameters.num_blocks, self.tile.threads(), if column { self.tile.smem_bytes(self.known.to) } else { 0 })
@@ -586,9 +602,13 @@ pub(super) fn shipped() -> Vec<Variant> {
     let mut all: Vec<Variant> = Vec::new();
     let both = Kind::Tiles { row: true, column: true, aligned: true };
     let mut add = |kind: Kind, from: DType, to: DType, list: usize, scales: Scales, is_native: bool| {
-        let variant = Variant { kind, from, to, list: list as u16, scales, tile: scales.tile(from, to, is_native) };
-        if !all.contains(&variant) {
-            all.push(variant);
+        // High matrices and low ones.
+        for mean_rows in [usize::MAX, 0] {
+            let variant =
+                Variant { kind, from, to, list: list as u16, scales, tile: kind.tile(scales.tile(from, to, is_native, mean_rows)) };
+            if !all.contains(&variant) {
+                all.push(variant);
+            }
         }
     };
     let hopper = (9, 0);

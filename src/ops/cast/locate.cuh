@@ -34,6 +34,7 @@ struct Matrix : MatrixScales<HAS_SCALES> {
 struct Parameters {
     const u32* noop;     // or null
     const void* offsets; // group: num_matrices + 1
+    u32* status;         // group: or null
     // Group: what the outputs hold of padded rows, and of blocks along columns and their words.
     u64 row_capacity;
     u64 block_capacity;
@@ -46,6 +47,9 @@ struct Parameters {
     u32 num_strips; // group: of TILE_COLUMNS columns
     Matrix matrices[MAX_MATRICES];
 };
+
+// Of `status`; 0 when all was well.
+constexpr u32 BAD_OFFSETS = 1, SHORT_OUTPUTS = 2;
 
 constexpr u32 NOOP_IS_FLOAT = 1, OFFSETS_ARE_64_BITS = 2, RESET_AMAX = 4, POWER_OF_TWO = 8;
 
@@ -89,15 +93,13 @@ template <> struct PartScales<true> {
 
 // What a block casts: some rows of some columns of a matrix.
 struct Part : PartScales<HAS_SCALES> {
-    const u8* x;
-    u8* row;
-    u8* column;
-    u64 column_stride;
     u32 matrix;
-    u32 num_rows;  // padding included
-    u32 num_valid; // without it
-    u32 num_columns;
+    u32 start;     // group: its first row in x
+    u32 before;    // group: its first row in the copies, padding included
+    u32 num_valid; // its rows
+    u32 height;    // its rows, padding included
     u32 first_row;
+    u32 num_rows; // of the part, padding included
     u32 first_column;
 };
 
@@ -107,27 +109,25 @@ DEVICE u32 quotient_up(u32 a, u32 b) {
 
 constexpr u32 NO_PART = 0xFFFFFFFF;
 
-// Part `nth` of this block: when there are more parts than blocks, the first blocks have more.
-DEVICE u32 part_of_block(const Parameters& p, u32 nth, u32 num_parts) {
+// The parts of this block: when there are more parts than blocks, the first blocks have more.
+struct Share {
+    u32 first;
+    u32 num;
+};
+
+DEVICE Share share_of_block(const Parameters& p, u32 num_parts) {
     const u32 block = block_idx_x();
-    u32 least = 1, larger = 0;
-    if (num_parts < p.num_blocks) {
-        least = 0;
-        larger = num_parts;
-    } else if (num_parts < 2 * p.num_blocks) {
-        larger = num_parts - p.num_blocks;
-    } else {
-        least = num_parts / p.num_blocks;
-        larger = num_parts % p.num_blocks;
+    if (num_parts <= p.num_blocks) {
+        return {block, block < num_parts ? 1u : 0u};
     }
-    const u32 own = least + (block < larger);
-    return nth < own ? block * least + (block < larger ? block : larger) + nth : NO_PART;
+    const u32 least = num_parts / p.num_blocks, larger = num_parts % p.num_blocks;
+    return {block * least + (block < larger ? block : larger), least + (block < larger)};
 }
 
 // Sums over matrices.
 struct Sums {
-    u32 parts; // of one strip
-    u32 rows;  // padded
+    u32 parts;  // of one strip
+    u32 rows;   // padded
     u32 blocks; // along the columns
     u32 words;
 };
@@ -166,28 +166,62 @@ template <class P, class M> DEVICE void place_scales(P& part, const M& m, u32 nu
     part.column_scales.block_stride = IS_ROW_MAJOR ? STORED_BYTES : column_stride;
 }
 
-// Cuts `l` of the parts of a matrix: strips of columns one after the other, parts of a strip from top to bottom, as even as whole tiles allow.
-DEVICE Part cut(const Matrix& m, u32 matrix, u32 num_valid, u32 num_rows, u32 l, const Sums& before) {
-    const u32 num_down = quotient_up(num_rows, GROUP_ROWS), strip = l / num_down, k = l % num_down;
-    const u32 units = quotient_up(num_rows, TILE_ROWS), least = units / num_down, larger = units % num_down;
-    const u32 first_row = (k * least + (k < larger ? k : larger)) * TILE_ROWS, reach = first_row + (least + (k < larger)) * TILE_ROWS;
-    const u32 end = reach < num_rows ? reach : num_rows;
-    Part part;
-    part.matrix = matrix;
-    part.first_row = first_row;
-    part.first_column = strip * TILE_COLUMNS;
-    part.num_rows = end - first_row;
-    part.num_valid = first_row >= num_valid ? 0 : end < num_valid ? end - first_row : num_valid - first_row;
-    const u32 left = m.num_columns - part.first_column;
-    part.num_columns = left < TILE_COLUMNS ? left : TILE_COLUMNS;
-    part.x = m.x + first_row * m.x_stride + part.first_column * IN;
-    part.row = m.row + first_row * m.row_stride + part.first_column * OUT;
-    part.column_stride = m.column_stride;
-    part.column = m.column + part.first_column * m.column_stride + first_row * OUT;
-    if constexpr (HAS_SCALES) {
-        place_scales(part, m, num_rows, before);
+// Rows at whose multiples parts end (derived: a sector of 32 bytes; blocks with a scale are whole).
+constexpr u32 CUT_ROWS = HAS_SCALES ? TILE_ROWS : 32;
+static_assert(GROUP_ROWS % CUT_ROWS == 0, "The largest part is made of such rows.");
+
+// Cuts `l` of the parts of a matrix of part.height rows: strips of columns one after the other, parts of a strip from top to bottom, as even as can be.
+DEVICE void cut(Part& part, u32 l) {
+    const u32 num_down = quotient_up(part.height, GROUP_ROWS);
+    u32 strip = l, first_row = 0, end = part.height;
+    if (num_down > 1) {
+        const u32 units = quotient_up(part.height, CUT_ROWS), least = units / num_down, larger = units % num_down;
+        strip = l / num_down;
+        const u32 k = l % num_down;
+        first_row = (k * least + (k < larger ? k : larger)) * CUT_ROWS;
+        const u32 reach = first_row + (least + (k < larger)) * CUT_ROWS;
+        end = reach < part.height ? reach : part.height;
     }
-    return part;
+    part.first_row = first_row;
+    part.num_rows = end - first_row;
+    part.first_column = strip * TILE_COLUMNS;
+}
+
+// Where the tensors of a part's matrix begin, and where its columns lie.
+DEVICE const u8* input_of(const Matrix& m, const Part& part) {
+    return m.x + (u64)part.start * (u32)m.x_stride;
+}
+DEVICE u8* rows_of(const Matrix& m, const Part& part) {
+    return m.row + (u64)part.before * (u32)m.row_stride;
+}
+DEVICE u64 column_stride_of(const Matrix& m, const Part& part) {
+    return LIST ? m.column_stride : (u64)part.height * OUT;
+}
+DEVICE u8* columns_of(const Matrix& m, const Part& part) {
+    return m.column + (u64)part.before * (m.num_columns * OUT) + part.first_column * column_stride_of(m, part) + part.first_row * OUT;
+}
+
+// The part of a list: thread 0.
+DEVICE void find_in_list(const Parameters& p, u32 l, Part& found) {
+    u32 first = 0, end = p.num_matrices;
+    while (first + 1 < end) {
+        const u32 middle = (first + end) / 2;
+        const bool is_before = p.matrices[middle].first_part <= l;
+        first = is_before ? middle : first;
+        end = is_before ? end : middle;
+    }
+    const Matrix& m = p.matrices[first];
+    Part part;
+    part.matrix = first;
+    part.start = 0;
+    part.before = 0;
+    part.num_valid = m.num_rows;
+    part.height = padded(p, m.num_rows);
+    cut(part, l - m.first_part);
+    if constexpr (HAS_SCALES) {
+        place_scales(part, m, part.height, Sums{});
+    }
+    found = part;
 }
 
 DEVICE i64 offset_of(const Parameters& p, u32 i) {
@@ -196,119 +230,151 @@ DEVICE i64 offset_of(const Parameters& p, u32 i) {
 
 // What 32 threads found of a group's matrices, for each such 32.
 struct Found {
-    Sums sums[NUM_GROUPS];
-    u32 is_bad[NUM_GROUPS];
+    alignas(16) u32 parts[NUM_GROUPS];
+    alignas(16) u32 rows[NUM_GROUPS];
+    alignas(16) u32 blocks[HAS_SCALES ? NUM_GROUPS : 1];
+    alignas(16) u32 words[HAS_SCALES ? NUM_GROUPS : 1];
+    alignas(16) u32 status[NUM_GROUPS];
+    // Of the whole search.
+    u32 has_more; // another part behind the one that was found
+    u32 status_of_all;
 };
 
-// The matrix of a list that a part belongs to.
-DEVICE void locate_in_list(const Parameters& p, u32 part, Part& found) {
-    u32 first = 0, end = p.num_matrices;
-    while (first + 1 < end) {
-        const u32 middle = (first + end) / 2;
-        const bool is_before = p.matrices[middle].first_part <= part;
-        first = is_before ? middle : first;
-        end = is_before ? end : middle;
-    }
-    const Matrix& m = p.matrices[first];
-    found = cut(m, first, m.num_rows, padded(p, m.num_rows), part - m.first_part, Sums{});
-}
-
-// The matrix of a group: `num_rows` rows from row `start` on, behind others that add up to `before`.
-DEVICE void locate_in_matrix(const Parameters& p, u32 matrix, u32 start, u32 num_rows, const Sums& before, u32 part, Part& found) {
-    Matrix m = p.matrices[0];
+// Adds a matrix of `num_rows` rows.
+DEVICE void add_matrix(const Parameters& p, Sums& sums, u32 num_rows) {
     const u32 rows = padded(p, num_rows);
-    m.x += start * m.x_stride;
-    m.row += before.rows * m.row_stride;
-    m.column += (u64)before.rows * m.num_columns * OUT;
-    m.column_stride = (u64)rows * OUT;
-    found = cut(m, matrix, num_rows, rows, part, before);
+    sums.parts += quotient_up(rows, GROUP_ROWS);
+    sums.rows += rows;
+    if constexpr (HAS_SCALES) {
+        sums.blocks += blocks_of(rows);
+        sums.words += quotient_up(blocks_of(rows), SCALES_OF_WORD);
+    }
 }
 
 // Finds part `nth` of this block; false when there is none. All threads take part; ends with a barrier.
 //
-// Each thread looks at one matrix (of more matrices at one in NUM_THREADS): the block's latency before its first load is what counts. A group has no parts
-// when its offsets are not what they must be: nothing is read or written outside of the buffers.
+// Each thread looks at one matrix (of more matrices than threads at some neighbours), and the one whose matrix has the part cuts it: what counts is the time
+// until the block's first load. A group has no parts when its offsets are not what they must be: nothing is read or written outside of the buffers.
 DEVICE bool locate(const Parameters& p, u32 nth, Found& shared, Part& found) {
     const u32 thread = thread_idx(), lane = thread % 32, group = thread / 32;
     if constexpr (LIST) {
-        if (thread == 0 && nth == 0) {
-            locate_in_list(p, block_idx_x(), found);
+        if (thread == 0) {
+            find_in_list(p, block_idx_x(), found);
+            shared.has_more = 0;
         }
         block_barrier();
-        return nth == 0;
+        return true;
     }
     const Matrix& all = p.matrices[0];
     const u32 num_strips = p.num_strips;
-    bool is_bad = false;
-    // Twice when there are more matrices than threads: the number of parts decides which are this block's.
-    Sums total = {};
-    for (u32 pass = p.num_matrices > NUM_THREADS ? 0 : 1; pass < 2; pass++) {
-        Sums before = {};
-        const u32 num_parts = total.parts * num_strips;
-        for (u32 first = 0; first < p.num_matrices; first += NUM_THREADS) {
-            const u32 i = first + thread;
-            u32 start = 0, num_rows = 0;
-            Sums own = {};
-            bool is_wrong = false;
-            if (i < p.num_matrices) {
-                const i64 at = offset_of(p, i), next = offset_of(p, i + 1);
-                is_wrong = next < at || next > (i64)all.num_rows || (i == 0 && at != 0) || (p.pad_rows == 1 && (u64)next > p.row_capacity);
-                start = (u32)at;
-                num_rows = (u32)(next - at);
-                own.rows = padded(p, num_rows);
-                own.parts = quotient_up(own.rows, GROUP_ROWS);
-                own.blocks = blocks_of(own.rows);
-                own.words = quotient_up(own.blocks, SCALES_OF_WORD);
-            }
-            Sums up_to = {sum_up_to(own.parts, lane), 0, 0, 0};
-            if (HAS_SCALES || p.pad_rows > 1) {
-                up_to.rows = sum_up_to(own.rows, lane);
-            }
-            if constexpr (HAS_SCALES) {
-                up_to.blocks = sum_up_to(own.blocks, lane);
-                up_to.words = sum_up_to(own.words, lane);
-            }
-            const u32 wrong = greatest_of_group(is_wrong);
-            if (lane == 31) {
-                shared.sums[group] = up_to;
-                shared.is_bad[group] = wrong;
-            }
-            block_barrier();
-            Sums sums = before;
-#pragma unroll
-            for (u32 g = 0; g < NUM_GROUPS; g++) {
-                const Sums of_group = shared.sums[g];
-                is_bad = is_bad || shared.is_bad[g] != 0;
-                before.parts += of_group.parts;
-                sums.parts += g < group ? of_group.parts : 0;
-                if (HAS_SCALES || p.pad_rows > 1) {
-                    before.rows += of_group.rows;
-                    sums.rows += g < group ? of_group.rows : 0;
-                }
-                if constexpr (HAS_SCALES) {
-                    before.blocks += of_group.blocks;
-                    before.words += of_group.words;
-                    sums.blocks += g < group ? of_group.blocks : 0;
-                    sums.words += g < group ? of_group.words : 0;
-                }
-            }
-            const bool is_last = first + NUM_THREADS >= p.num_matrices;
-            if (pass == 1) {
-                const u32 part = part_of_block(p, nth, is_last && first == 0 ? before.parts * num_strips : num_parts);
-                // Without padding the offsets are these sums.
-                sums.parts += up_to.parts - own.parts;
-                sums.rows = HAS_SCALES || p.pad_rows > 1 ? sums.rows + up_to.rows - own.rows : start;
-                sums.blocks += up_to.blocks - own.blocks;
-                sums.words += up_to.words - own.words;
-                const u32 l = part - sums.parts * num_strips;
-                if (part != NO_PART && part >= sums.parts * num_strips && l < own.parts * num_strips) {
-                    locate_in_matrix(p, i, start, num_rows, sums, l, found);
-                }
-            }
-            block_barrier();
+    const bool has_sums = HAS_SCALES || p.pad_rows > 1; // without padding the offsets are the sums of rows
+    const u32 num_own = p.num_matrices > NUM_THREADS ? quotient_up(p.num_matrices, NUM_THREADS) : 1, first = thread * num_own;
+    Sums own = {};
+    u32 own_status = 0, start = 0, num_rows = 0; // start and rows of the first
+    if (first < p.num_matrices) {
+        const u32 end = first + num_own < p.num_matrices ? first + num_own : p.num_matrices;
+        // Two loads under way together: of most groups that is all.
+        const i64 at = offset_of(p, first);
+        i64 next = offset_of(p, first + 1);
+        bool is_bad = (first == 0 && at != 0) || next < at || (u64)next > all.num_rows;
+        start = (u32)at;
+        num_rows = (u32)(next - at);
+        add_matrix(p, own, num_rows);
+#pragma unroll 1
+        for (u32 i = first + 1; i < end; i++) {
+            const i64 after = offset_of(p, i + 1);
+            is_bad = is_bad || after < next || (u64)after > all.num_rows;
+            add_matrix(p, own, (u32)(after - next));
+            next = after;
         }
-        total = before;
+        own_status = is_bad ? BAD_OFFSETS : !has_sums && (u64)next > p.row_capacity ? SHORT_OUTPUTS : 0;
     }
-    is_bad = is_bad || total.rows > p.row_capacity || total.blocks > p.block_capacity || total.words > p.word_capacity;
-    return !is_bad && part_of_block(p, nth, total.parts * num_strips) != NO_PART;
+    const u32 parts_of_group = sum_of_group(own.parts), status_of_group = greatest_of_group(own_status);
+    if (lane == 0) {
+        shared.parts[group] = parts_of_group;
+        shared.status[group] = status_of_group;
+    }
+    if (has_sums) {
+        const u32 rows = sum_of_group(own.rows), blocks = HAS_SCALES ? sum_of_group(own.blocks) : 0, words = HAS_SCALES ? sum_of_group(own.words) : 0;
+        if (lane == 0) {
+            shared.rows[group] = rows;
+            if constexpr (HAS_SCALES) {
+                shared.blocks[group] = blocks;
+                shared.words[group] = words;
+            }
+        }
+    }
+    block_barrier();
+    // Of all matrices, and of those before this thread's group: by masks, since conditions would take scalar registers of AMD.
+    Sums total = {}, sums = {};
+    u32 status = 0;
+#pragma unroll
+    for (u32 g = 0; g < NUM_GROUPS; g++) {
+        const u32 parts = shared.parts[g];
+        status |= shared.status[g];
+        total.parts += parts;
+        sums.parts += parts & all_if_less(g, group);
+    }
+    if (has_sums) {
+#pragma unroll
+        for (u32 g = 0; g < NUM_GROUPS; g++) {
+            total.rows += shared.rows[g];
+            sums.rows += shared.rows[g] & all_if_less(g, group);
+            if constexpr (HAS_SCALES) {
+                total.blocks += shared.blocks[g];
+                total.words += shared.words[g];
+                sums.blocks += shared.blocks[g] & all_if_less(g, group);
+                sums.words += shared.words[g] & all_if_less(g, group);
+            }
+        }
+        const bool is_long = total.rows > p.row_capacity || total.blocks > p.block_capacity || total.words > p.word_capacity;
+        status |= is_long ? SHORT_OUTPUTS : 0;
+    }
+    const Share share = share_of_block(p, total.parts * num_strips);
+    const u32 part = status == 0 && nth < share.num ? share.first + nth : NO_PART;
+    if (thread == 0) {
+        shared.has_more = part != NO_PART && nth + 1 < share.num;
+        shared.status_of_all = status & BAD_OFFSETS ? BAD_OFFSETS : status;
+    }
+    const u32 in_group = part - sums.parts * num_strips;
+    if (part != NO_PART && part >= sums.parts * num_strips && in_group < parts_of_group * num_strips) {
+        // Not many threads come here: one group of 32.
+        const u32 parts_before = sum_up_to(own.parts, lane) - own.parts;
+        if (has_sums) {
+            sums.rows += sum_up_to(own.rows, lane) - own.rows;
+            if constexpr (HAS_SCALES) {
+                sums.blocks += sum_up_to(own.blocks, lane) - own.blocks;
+                sums.words += sum_up_to(own.words, lane) - own.words;
+            }
+        }
+        u32 l = in_group - parts_before * num_strips;
+        if (in_group >= parts_before * num_strips && l < own.parts * num_strips) {
+            Part own_part;
+            u32 i = first;
+#pragma unroll 1
+            for (;;) {
+                own_part.height = padded(p, num_rows);
+                const u32 parts = quotient_up(own_part.height, GROUP_ROWS) * num_strips;
+                if (l < parts) {
+                    break;
+                }
+                l -= parts;
+                add_matrix(p, sums, num_rows);
+                i++;
+                start += num_rows;
+                num_rows = (u32)offset_of(p, i + 1) - start;
+            }
+            own_part.matrix = i;
+            own_part.start = start;
+            own_part.before = has_sums ? sums.rows : start;
+            own_part.num_valid = num_rows;
+            cut(own_part, l);
+            if constexpr (HAS_SCALES) {
+                place_scales(own_part, all, own_part.height, sums);
+            }
+            found = own_part;
+        }
+    }
+    block_barrier();
+    return part != NO_PART;
 }

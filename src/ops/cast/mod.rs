@@ -11,8 +11,8 @@
 //!   before anything is read, when [`Options::reset_amax`] asks for it.
 //! - `scale_inv` is the IEEE quotient 1 / scale and is written for matrices without elements too.
 //!
-//! On a GPU nothing of the tensors is read before the call runs: a group whose offsets are not as [`cast_grouped`] says, or whose outputs are too short
-//! for them, is left alone there, nothing is written.
+//! On a GPU nothing of the tensors is read before the call runs. For a group whose offsets are not as [`cast_grouped`] says, or whose outputs are too short
+//! for them, neither copies nor their scales are written there, and [`Operands::status`] says so; the CPU returns an error.
 //!
 //! Two forms: [`cast`] takes a list of matrices of any shapes, [`cast_grouped`] one buffer of rows and the offsets of its matrices, which are
 //! read when the operation runs. [`Scaling`] says where scales come from.
@@ -26,21 +26,18 @@
 
 use crate::backend::Backend;
 use crate::error::Result;
-#[cfg(feature = "cuda-cast")]
 use crate::gpu::{Program, Spec};
 use crate::tensor::{TensorView, TensorViewMut};
 
 mod check;
 mod cpu;
 mod formula;
-#[cfg(feature = "cuda-cast")]
 mod gpu;
 mod kernels;
 mod layout;
 #[cfg(target_arch = "x86_64")]
 mod ocp;
 mod tile;
-#[cfg(feature = "cuda-cast")]
 mod tuning;
 
 const OP: &str = "cast";
@@ -66,12 +63,25 @@ pub struct Operands<'a> {
     pub amax: Option<TensorViewMut<'a>>,
     /// f32 `[n]`: 1 / scale of each matrix. Not for [`Scaling::Block`].
     pub scale_inv: Option<TensorViewMut<'a>>,
+    /// u32 `[1]`, of a [`cast_grouped`] only: what a GPU finds of the offsets when it reads them, one of the values of [`status`]. Written by every
+    /// call that the noop flag lets run.
+    pub status: Option<TensorViewMut<'a>>,
 }
 
 impl<'a> Operands<'a> {
     /// An input without outputs; add at least one of [`row`](Self::row) and [`column`](Self::column).
     pub fn new(x: TensorView<'a>) -> Self {
-        Operands { x, scale: None, row: None, column: None, row_scales: None, column_scales: None, amax: None, scale_inv: None }
+        Operands {
+            x,
+            scale: None,
+            row: None,
+            column: None,
+            row_scales: None,
+            column_scales: None,
+            amax: None,
+            scale_inv: None,
+            status: None,
+        }
     }
 
     /// With given scales.
@@ -101,6 +111,17 @@ with! {
     column_scales: "With the block scales of the transposed copy.",
     amax: "With the greatest magnitudes.",
     scale_inv: "With the inverse scales.",
+    status: "With a word about the offsets.",
+}
+
+/// Values of [`Operands::status`]: sums of these.
+pub mod status {
+    /// The offsets were good.
+    pub const GOOD: u32 = 0;
+    /// The offsets do not start with 0, decrease, or end behind `x`.
+    pub const BAD_OFFSETS: u32 = 1;
+    /// An output is too short for the matrices, with their padding.
+    pub const SHORT_OUTPUTS: u32 = 2;
 }
 
 /// What all matrices of a call have in common.
@@ -259,13 +280,10 @@ pub fn cast(backend: &Backend, matrices: &mut [Operands<'_>], options: &Options<
             Some(known) => cpu::list(cpu, &known, matrices),
             None => Ok(()),
         },
-        #[cfg(feature = "cuda-cast")]
         Backend::Cuda(cuda) => match check::list(cuda, matrices, options)? {
             Some(known) => gpu::list(cuda, &known, matrices, options),
             None => Ok(()),
         },
-        #[cfg(not(feature = "cuda-cast"))]
-        Backend::Cuda(_) => backend.as_cpu("cast").map(|_| ()),
     }
 }
 
@@ -300,18 +318,14 @@ pub fn cast_grouped(backend: &Backend, operands: &mut Operands<'_>, offsets: Ten
             Some(known) => cpu::grouped(cpu, &known, operands, &offsets),
             None => Ok(()),
         },
-        #[cfg(feature = "cuda-cast")]
         Backend::Cuda(cuda) => match check::grouped(cuda, operands, &offsets, options)? {
             Some(known) => gpu::grouped(cuda, &known, operands, &offsets, options),
             None => Ok(()),
         },
-        #[cfg(not(feature = "cuda-cast"))]
-        Backend::Cuda(_) => backend.as_cpu("cast_grouped").map(|_| ()),
     }
 }
 
 /// Every kernel with every set of constants that is meant to be shipped.
-#[cfg(feature = "cuda-cast")]
 pub fn programs() -> Vec<Program> {
     gpu::shipped().iter().map(Spec::program).collect()
 }

@@ -11,8 +11,13 @@ constexpr u32 NUM_GROUPS = NUM_THREADS / 32; // of 32 lanes
 constexpr u32 IN_WORDS = PATCH * IN / 4;
 constexpr u32 OUT_WORDS = PATCH * OUT / 4;
 
-static_assert(TILE_COLUMNS % 64 == 0 && TILE_ROWS % 16 == 0, "A group of 32 lanes holds whole rows of patches, a column whole vectors.");
+static_assert(TILE_COLUMNS % 64 == 0 && NUM_THREADS % 32 == 0, "A group of 32 lanes holds whole rows of patches.");
 static_assert((ACROSS & (ACROSS - 1)) == 0, "Lanes are told apart by bits.");
+
+// All bits when a < b, else none; both below 2^31.
+DEVICE u32 all_if_less(u32 a, u32 b) {
+    return (u32)((i32)(a - b) >> 31);
+}
 
 // Only FP8 has scales of its own.
 template <class T, bool IS_FP8> struct Largest {
@@ -109,6 +114,27 @@ template <bool ALIGNED> DEVICE void load_patch(Patch& patch, const u8* x, u64 st
     }
 }
 
+// Loads rows `first` to `first` + 7 of whole vectors; where there are no more than `num` rows, the last of them again. All loads are under way before one is waited
+// for (measured: H200; with loads that depend on a predicate ptxas makes the last wait for the first).
+DEVICE void load_patch_of(Patch& patch, const u8* x, u32 stride, u32 first, u32 num) {
+    Vec16 vector[PATCH][IN_WORDS / 4];
+#pragma unroll
+    for (u32 r = 0; r < PATCH; r++) {
+        const u32 row = first + r < num ? first + r : num - 1;
+#pragma unroll
+        for (u32 i = 0; i < IN_WORDS / 4; i++) {
+            vector[r][i] = load_uncached(x + (u64)row * stride + i * 16);
+        }
+    }
+#pragma unroll
+    for (u32 r = 0; r < PATCH; r++) {
+#pragma unroll
+        for (u32 w = 0; w < IN_WORDS; w++) {
+            patch.word[r][w] = vector[r][w / 4].word[w % 4];
+        }
+    }
+}
+
 // A row of elements, multiplied and rounded.
 template <class FACTORS> DEVICE void narrow_row(const u32 (&in)[IN_WORDS], const FACTORS& factor, u32 (&out)[OUT_WORDS]) {
     float value[PATCH];
@@ -135,8 +161,8 @@ template <class FACTORS> DEVICE void narrow_row(const u32 (&in)[IN_WORDS], const
 // The transposed tile in shared memory: units of 8 bytes, all units of a column one after the other, but their numbers mixed so that neither lanes
 // beside each other in a row nor lanes along a column meet in a bank.
 
-constexpr u32 GROUP_ROWS = TILE_ROWS * TILES_DOWN; // rows that the shared tile holds
-constexpr u32 UNITS = GROUP_ROWS * OUT / 8;        // of a column
+constexpr u32 GROUP_ROWS = TILE_ROWS * TILES_DOWN; // rows of a part at most
+constexpr u32 UNITS = GROUP_ROWS * OUT / 8;        // of a column of the shared tile
 static_assert(UNITS % 2 == 0, "Units are mixed in blocks of 16, which hold columns of one patch.");
 
 DEVICE u32 unit_at(u32 column, u32 unit) {
@@ -147,9 +173,9 @@ DEVICE u64 unit_of(u32 low, u32 high) {
     return low | (u64)high << 32;
 }
 
-// Passes on a patch of rounded elements, the `down`-th from the top of the part.
-DEVICE void put_patch(u64* tile, const u32 (&rows)[PATCH][OUT_WORDS], u32 across, u32 down) {
-    const u32 column = across * PATCH, unit = down * OUT;
+// Passes on a patch of rounded elements: its columns from `column` on, the `down`-th from the top of the part.
+DEVICE void put_patch(u64* tile, const u32 (&rows)[PATCH][OUT_WORDS], u32 column, u32 down) {
+    const u32 unit = down * OUT;
     if constexpr (OUT == 1) {
 #pragma unroll
         for (u32 half = 0; half < 2; half++) {
@@ -217,36 +243,11 @@ DEVICE void store_edge(u8* to, const u64* tile, u32 column, u32 first, u32 end) 
     }
 }
 
-// Stores the columns of the tile, `num_rows` elements each, `stride` bytes apart. All threads take part.
-DEVICE void store_columns(u8* to, u64 stride, const u64* tile, u32 num_rows, u32 num_columns) {
-    const u32 thread = thread_idx(), length = num_rows * OUT;
-    if ((((u64)to | stride | length) & 15) == 0) {
-        // Vectors of all columns one after the other; the first threads of a warp start at a boundary of 128 bytes (derived: a line of the cache) when
-        // the columns lie one behind the other.
-        const u32 num_vectors = length / 16, shift = (u32)((u64)to / 16) % 8;
-        const u32 start = thread < shift ? thread + NUM_THREADS - shift : thread - shift;
-        const u32 columns_on = NUM_THREADS / num_vectors, vectors_on = NUM_THREADS % num_vectors;
-        u32 column = start / num_vectors, vector = start % num_vectors;
-        while (column < num_columns) {
-            // Two units side by side, in either order.
-            const u32 unit = unit_at(column, vector * 2);
-            const Vec16 pair = *(const Vec16*)(tile + unit / 2 * 2);
-            const bool is_swapped = unit % 2 != 0;
-            const Vec16 ordered = {is_swapped ? pair.word[2] : pair.word[0], is_swapped ? pair.word[3] : pair.word[1],
-                                   is_swapped ? pair.word[0] : pair.word[2], is_swapped ? pair.word[1] : pair.word[3]};
-            store_streaming((Vec16*)(to + column * stride + vector * 16), ordered);
-            column += columns_on;
-            vector += vectors_on;
-            if (vector >= num_vectors) {
-                vector -= num_vectors;
-                column++;
-            }
-        }
-        return;
-    }
-    // Vectors at boundaries of 16 bytes of the destination, one more than a column has: whole ones at once, the ends in pieces.
+// Columns that do not start and end at boundaries of 16 bytes. Vectors at such boundaries of the destination, one more than a column has: whole ones at once,
+// the ends in pieces.
+RARE void store_ragged_columns(u8* to, u64 stride, const u64* tile, u32 length, u32 num_columns) {
     const u32 num_vectors = (length + 15) / 16 + 1;
-    for (u32 i = thread; i < num_vectors * num_columns; i += NUM_THREADS) {
+    for (u32 i = thread_idx(); i < num_vectors * num_columns; i += NUM_THREADS) {
         const u32 column = i / num_vectors, vector = i % num_vectors;
         u8* const start = to + column * stride;
         const u32 before = (u64)start & 15; // bytes of the first vector that are not the column's
@@ -257,6 +258,48 @@ DEVICE void store_columns(u8* to, u64 stride, const u64* tile, u32 num_rows, u32
             store_streaming((Vec16*)(start + first), Vec16{(u32)low, (u32)(low >> 32), (u32)high, (u32)(high >> 32)});
         } else {
             store_edge(start, tile, column, first, end);
+        }
+    }
+}
+
+// Where a thread begins among the vectors of all columns one after the other, and how far it goes on each time: known before the columns are there.
+struct Walk {
+    u32 num_vectors; // of a column
+    u32 column;
+    u32 vector;
+    u32 columns_on;
+    u32 vectors_on;
+};
+
+DEVICE Walk walk_of(const u8* to, u32 length) {
+    // The first threads of a warp start at a boundary of 128 bytes (derived: a line of the cache) when the columns lie one behind the other.
+    const u32 thread = thread_idx(), shift = (u32)((u64)to / 16) % 8, num_vectors = length >= 16 ? length / 16 : 1;
+    const u32 start = thread < shift ? thread + NUM_THREADS - shift : thread - shift;
+    Walk w = {num_vectors, start / num_vectors, 0, NUM_THREADS / num_vectors, 0};
+    w.vector = start - w.column * num_vectors;
+    w.vectors_on = NUM_THREADS - w.columns_on * num_vectors;
+    return w;
+}
+
+// Stores the columns of the tile, `length` bytes each, `stride` bytes apart. All threads take part.
+DEVICE void store_columns(u8* to, u64 stride, const u64* tile, u32 length, u32 num_columns, Walk w) {
+    if ((((u32)(u64)to | (u32)stride | length) & 15) != 0) {
+        store_ragged_columns(to, stride, tile, length, num_columns);
+        return;
+    }
+    while (w.column < num_columns) {
+        // Two units side by side, in either order.
+        const u32 unit = unit_at(w.column, w.vector * 2);
+        const Vec16 pair = *(const Vec16*)(tile + unit / 2 * 2);
+        const bool is_swapped = unit % 2 != 0;
+        const Vec16 ordered = {is_swapped ? pair.word[2] : pair.word[0], is_swapped ? pair.word[3] : pair.word[1],
+                               is_swapped ? pair.word[0] : pair.word[2], is_swapped ? pair.word[1] : pair.word[3]};
+        store_streaming((Vec16*)(to + w.column * stride + w.vector * 16), ordered);
+        w.column += w.columns_on;
+        w.vector += w.vectors_on;
+        if (w.vector >= w.num_vectors) {
+            w.vector -= w.num_vectors;
+            w.column++;
         }
     }
 }

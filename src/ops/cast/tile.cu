@@ -36,64 +36,76 @@ KERNEL_FITTING(NUM_THREADS, BLOCKS) cast_tile(PARAMETERS(Parameters) p) {
         return;
     }
     const u32 thread = thread_idx(), across = thread % ACROSS, down = thread / ACROSS;
-    if (block_idx_x() == 0) {
-        store_inverses(p);
-    }
     for (u32 nth = 0; locate(p, nth, search, found); nth++) {
-        const Matrix& m = p.matrices[LIST ? found.matrix : 0];
-        const u32 num_rows = found.num_rows, num_valid = found.num_valid, matrix = found.matrix;
-        const u32 num_columns = found.num_columns;
-        const float scale = scale_of(p, m.scale, LIST ? 0 : matrix);
-        const u32 left = across * PATCH < num_columns ? num_columns - across * PATCH : 0;
+        const Part part = found;
+        const Matrix& m = p.matrices[LIST ? part.matrix : 0];
+        const float scale = scale_of(p, m.scale, LIST ? 0 : part.matrix);
+        const u32 first_column = part.first_column + across * PATCH, left = first_column < m.num_columns ? m.num_columns - first_column : 0;
         const u32 columns_here = left < PATCH ? left : PATCH;
-        const u8* x = found.x + down * PATCH * m.x_stride + across * PATCH * IN;
-        u8* row = found.row + down * PATCH * m.row_stride + across * PATCH * OUT;
-        const u32 in_piece = ALIGNED ? 16 : piece_of((u64)m.x, m.x_stride, m.num_columns * IN);
-        const u32 out_piece = ALIGNED ? 16 : piece_of((u64)m.row, m.row_stride, m.num_columns * OUT);
+        const u8* const x = input_of(m, part) + first_column * IN;
+        u8* const row = rows_of(m, part) + first_column * OUT;
+        const u32 x_stride = (u32)m.x_stride, row_stride = (u32)m.row_stride;
         u32 greatest = 0;
-        for (u32 at = down * PATCH; at - down * PATCH < num_rows; at += TILE_ROWS) {
-            if (at < num_rows) {
-                const u32 rows_here = num_rows - at < PATCH ? num_rows - at : PATCH;
-                const u32 valid_here = at >= num_valid ? 0 : num_valid - at < PATCH ? num_valid - at : PATCH;
-                Patch patch;
-                load_patch<ALIGNED>(patch, x, m.x_stride, valid_here, columns_here * IN, in_piece);
-                u32 narrowed[PATCH][OUT_WORDS];
-                u8* to = row;
-#pragma unroll
-                for (u32 r = 0; r < PATCH; r++) {
-#pragma unroll
-                    for (u32 w = 0; w < IN_WORDS; w++) {
-                        greatest = greater<FROM>(greatest, patch.word[r][w]);
-                    }
-                    narrow_row(patch.word[r], [&](u32) { return scale; }, narrowed[r]);
-                    // Padding is zero whatever the scale is.
-                    if (r >= valid_here) {
-#pragma unroll
-                        for (u32 w = 0; w < OUT_WORDS; w++) {
-                            narrowed[r][w] = 0;
-                        }
-                    }
-                    if (ROW && r < rows_here) {
-                        store_pieces(to, narrowed[r], columns_here * OUT, out_piece);
-                    }
-                    to += m.row_stride;
+        for (u32 at = down * PATCH; at < part.num_rows; at += TILE_ROWS) {
+            // Rows as the matrix counts them; with ALIGNED a thread has eight columns or none.
+            const u32 first = part.first_row + at, end = part.first_row + part.num_rows;
+            Patch patch;
+            if constexpr (ALIGNED) {
+                if (columns_here == 0) {
+                    break;
                 }
-                if (COLUMN) {
-                    put_patch(shared_tile, narrowed, across, at / PATCH);
-                }
+                load_patch_of(patch, x, x_stride, first, part.num_valid);
+            } else {
+                const u32 num_here = first < part.num_valid ? part.num_valid - first : 0;
+                load_patch<false>(patch, x + (u64)first * x_stride, x_stride, num_here, columns_here * IN, piece_of((u64)m.x, x_stride, m.num_columns * IN));
             }
-            x += TILE_ROWS * m.x_stride;
-            row += TILE_ROWS * m.row_stride;
+            u32 narrowed[PATCH][OUT_WORDS];
+            u8* to = row + (u64)first * row_stride;
+#pragma unroll
+            for (u32 r = 0; r < PATCH; r++) {
+#pragma unroll
+                for (u32 w = 0; w < IN_WORDS; w++) {
+                    greatest = greater<FROM>(greatest, patch.word[r][w]);
+                }
+                narrow_row(patch.word[r], [&](u32) { return scale; }, narrowed[r]);
+                // Padding is zero whatever the scale is.
+                const u32 valid = all_if_less(first + r, part.num_valid);
+#pragma unroll
+                for (u32 w = 0; w < OUT_WORDS; w++) {
+                    narrowed[r][w] &= valid;
+                }
+                if (ROW && first + r < end) {
+                    if constexpr (ALIGNED) {
+                        store_pieces(to, narrowed[r], PATCH * OUT, 16);
+                    } else {
+                        store_pieces(to, narrowed[r], columns_here * OUT, piece_of((u64)m.row, row_stride, m.num_columns * OUT));
+                    }
+                }
+                to += row_stride;
+            }
+            if (COLUMN) {
+                put_patch(shared_tile, narrowed, across * PATCH, at / PATCH);
+            }
         }
-        u8* const column = found.column;
-        const u64 column_stride = found.column_stride;
+        const u32 length = part.num_rows * OUT, columns_left = m.num_columns - part.first_column;
+        u8* const columns = columns_of(m, part);
+        const Walk walk = walk_of(columns, length);
         // The barrier in it: the shared tile is whole, and everyone has read what was found.
         const u32 bits = greatest_of_block(greatest_bits<FROM>(greatest), scratch);
         if (thread == 0 && m.amax != nullptr) {
-            raise(m.amax + (LIST ? 0 : matrix), (i32)bits);
+            raise(m.amax + (LIST ? 0 : part.matrix), (i32)bits);
         }
         if (COLUMN) {
-            store_columns(column, column_stride, shared_tile, num_rows, num_columns);
+            store_columns(columns, column_stride_of(m, part), shared_tile, length, columns_left < TILE_COLUMNS ? columns_left : TILE_COLUMNS, walk);
+        }
+        if (!search.has_more) {
+            break;
+        }
+    }
+    if (block_idx_x() == 0) {
+        store_inverses(p);
+        if (!LIST && thread == 0 && p.status != nullptr) {
+            *p.status = search.status_of_all;
         }
     }
 }

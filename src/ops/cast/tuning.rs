@@ -28,7 +28,7 @@ impl Tile {
     }
 
     pub(super) fn smem_bytes(self, to: DType) -> u32 {
-        (self.part_rows() * usize::from(self.columns) * to.size()) as u32
+        self.part_rows() as u32 * u32::from(self.columns) * to.size() as u32
     }
 
     /// Registers of a thread that let the blocks fit (spec: 65536 of a multiprocessor, 255 of a thread, handed out in eights).
@@ -46,9 +46,18 @@ pub(super) fn is_native(capability: (u32, u32), to: DType) -> bool {
     }
 }
 
-/// The tile of one scale a matrix (docs/cast.md has what was measured: H200, bf16 to e4m3). Rounding by integer arithmetic takes more registers.
-pub(super) fn tile(from: DType, to: DType, is_native: bool) -> Tile {
+/// For kernels without tiles, which share sources with those that have them (arbitrary).
+pub(super) const NO_TILE: Tile = Tile { rows: 128, columns: 128, down: 1, blocks: 1 };
+
+/// Rows of a matrix up to which lower tiles and a third block are better (measured: H200, see docs/cast.md: of 128 rows 0.898 of the copy against
+/// 0.855, of 264 rows 0.844 against 0.917).
+const LOW_ROWS: usize = 160;
+
+/// The tile of one scale a matrix (docs/cast.md has what was measured: H200, bf16 to e4m3), for matrices of so many rows on average. Rounding by integer
+/// arithmetic takes more registers.
+pub(super) fn tile(from: DType, to: DType, is_native: bool, mean_rows: usize) -> Tile {
     match (from.size(), to.size()) {
+        (2, 1) if is_native && mean_rows <= LOW_ROWS => Tile { rows: 64, columns: 256, down: 4, blocks: 3 },
         (2, 1) if is_native => Tile { rows: 96, columns: 256, down: 3, blocks: 2 },
         (_, 1) if is_native => Tile { rows: 128, columns: 128, down: 2, blocks: 2 },
         (_, 1) => Tile { rows: 128, columns: 128, down: 2, blocks: 1 },
@@ -58,11 +67,19 @@ pub(super) fn tile(from: DType, to: DType, is_native: bool) -> Tile {
     }
 }
 
-/// The tile of block scales: whole blocks of every kind, its input in registers until the scales are known.
-pub(super) fn block_tile(from: DType, is_native: bool) -> Tile {
-    Tile { rows: 128, columns: 128, down: 1, blocks: if from == DType::F32 || !is_native { 1 } else { 2 } }
+/// The tile of block scales: whole blocks of every kind, its input in registers until the scales are known. Blocks of 1x128 fit three times into a multiprocessor
+/// without spilling, the others twice.
+pub(super) fn block_tile(from: DType, is_native: bool, is_1x128: bool) -> Tile {
+    let blocks = if from == DType::F32 || !is_native { 1 } else { 2 + u16::from(is_1x128) };
+    Tile { rows: 128, columns: 128, down: 1, blocks }
 }
 
 /// Matrices that the parameters of a list's launch hold: the smallest of these that suffices (256: at most 32 KiB of parameters, spec: CUDA 12.1; the
 /// others keep small lists cheap, arbitrary).
 pub(super) const LIST_SIZES: [usize; 3] = [8, 64, 256];
+
+/// Parts of a strip that a group is expected to have at most: a block takes several parts when there are more, one without a part ends at once (measured:
+/// 512 of those cost 0.3 us). Each matrix ends in the middle of a part, and hardly one has none.
+pub(super) fn num_parts_expected(rows: u64, num_matrices: u64, part_rows: u64) -> u64 {
+    (rows.div_ceil(part_rows) + num_matrices.div_ceil(2)).max(num_matrices + num_matrices.div_ceil(8))
+}

@@ -18,6 +18,7 @@ use super::{Needs, Outcome, Test, base, ensure, failed, report};
 pub const TRIALS: &[(&str, Needs, Test)] = &[
     ("ep rounds: what is wrong is found", Needs::GpuAlone, faults),
     ("ep rounds: random delays", Needs::GpuAlone, delays),
+    ("ep rounds: thousands", Needs::GpuAlone, stress),
     ("ep rounds: late ranks beside other kernels", Needs::GpuAlone, late),
     ("ep rounds: grids that would stop a late rank are refused", Needs::GpuAlone, refused),
     ("ep rounds: 65536 tokens", Needs::GpuAlone, many),
@@ -88,16 +89,16 @@ fn faults() -> Outcome {
         finds(&rig, "source")?;
         rig.check_rows(0, &arrival)?;
         rig.verdict()?;
-        rig.combine(0, arrival)?;
+        drop(arrival);
         for (at, what) in [(3 * row + 5, "sum"), (config.max_tokens * row, "a row that is not there")] {
+            let arrival = rig.dispatch(0)?;
+            rig.combine(0, arrival)?;
             rig.check_sums(0)?;
             rig.verdict()?;
             rig.spoil_sums(0, at)?;
             rig.check_sums(0)?;
             finds(&rig, what)?;
             rig.advance(0)?;
-            rig.round(0)?;
-            rig.verdict()?;
         }
         rig.finish()
     };
@@ -126,6 +127,37 @@ fn delays() -> Outcome {
                 pause(&rig, &mut random)?;
                 rig.check_sums(0)?;
                 rig.advance(0)?;
+            }
+            rig.finish()
+        };
+        run(ranks, i % 2 == 0, work).map_err(|error| failed(&format!("{ranks} ranks, {config:?}"), &error))?;
+    }
+    Ok(())
+}
+
+/// Rounds of each world and form, of which there are 9: 10,800 in all unless `MOE_STRESS_ROUNDS` says how many.
+fn num_rounds() -> usize {
+    std::env::var("MOE_STRESS_ROUNDS").ok().and_then(|text| text.parse().ok()).unwrap_or(1200)
+}
+
+/// New data in each round, all of it checked; some ranks late in some rounds.
+fn stress() -> Outcome {
+    // Queues hold some 1000 launches: a rank that waits for room in its own would keep the others from launching what it waits for.
+    const AT_ONCE: usize = 40;
+    for (i, (ranks, config)) in delay_configs().into_iter().enumerate().filter(|(_, (ranks, _))| ranks.is_power_of_two() && *ranks > 1) {
+        let work = |world: World| -> Result<()> {
+            let mut rig = Rig::new(&world, &config, Options { staged: i % 2 == 0, ..Options::default() })?;
+            let mut random = SplitMix64::stream(i as u64, world.rank().0.into());
+            delay(&rig.stream, 0)?; // loads it
+            world.barrier()?;
+            for round in 0..num_rounds() {
+                if random.below(16) == 0 {
+                    delay(&rig.stream, random.below(50_000))?; // 50 us: arbitrary, a round's time
+                }
+                rig.round(0)?;
+                if round % AT_ONCE == 0 {
+                    rig.verdict()?;
+                }
             }
             rig.finish()
         };

@@ -1,0 +1,318 @@
+//! Casts on a GPU beyond the shared checks: what is only known when a call runs, captures, sizes, what is refused.
+
+use moe_kernels::gpu::{Buffer, Graph, Stream};
+use moe_kernels::ops::cast::{Block, Operands, Options, Scaling, cast, cast_grouped, status};
+use moe_kernels::random::SplitMix64;
+use moe_kernels::tensor::Layout;
+use moe_kernels::{Backend, Cuda, DType, Error, Result, TensorView, TensorViewMut};
+
+use super::{Needs, Outcome, Test, ensure, gpu, report, same};
+
+pub const TRIALS: &[(&str, Needs, Test)] = &[
+    ("cast: bad offsets are reported and nothing is written", Needs::Gpu, bad_offsets),
+    ("cast: a captured group with other offsets", Needs::Gpu, other_offsets),
+    ("cast: more than 2^31 elements", Needs::GpuAlone, large),
+    ("cast: the same bytes 20 times", Needs::Gpu, determinism),
+    ("cast: tensors that overlap", Needs::Gpu, overlapping),
+];
+
+/// Bytes on either side of an output that no call may write.
+const GUARD: usize = 4096;
+
+/// A group of `num` matrices in up to `capacity` rows, in bf16 and e4m3.
+struct Group {
+    stream: Stream,
+    capacity: usize,
+    columns: usize,
+    num: usize,
+    values: Vec<u8>,
+    x: Buffer,
+    offsets: Buffer,
+    row: Buffer,
+    column: Buffer,
+    row_scales: Buffer,
+    column_scales: Buffer,
+    status: Buffer,
+}
+
+/// bf16 bits of numbers of magnitude 2^-8 to 4.
+fn values(num: usize, seed: u64) -> Vec<u8> {
+    let mut random = SplitMix64::new(seed);
+    (0..num)
+        .flat_map(|_| ((random.below(1 << 16) as u16 & 0x80FF) | 0x3B80).wrapping_add((random.below(9) as u16) << 7).to_le_bytes())
+        .collect()
+}
+
+impl Group {
+    fn new(stream: &Stream, capacity: usize, columns: usize, num: usize) -> Result<Self> {
+        let buffer = |len: usize| Buffer::new(stream.device(), len);
+        let values = values(capacity * columns, 1);
+        let x = Buffer::from_bytes(stream, &values)?;
+        let copy = || buffer(capacity * columns + 2 * GUARD);
+        Ok(Group {
+            stream: stream.clone(),
+            capacity,
+            columns,
+            num,
+            values,
+            x,
+            offsets: buffer(8 * (num + 1))?,
+            row: copy()?,
+            column: copy()?,
+            row_scales: buffer(capacity.next_multiple_of(4) * columns.div_ceil(128) * 4)?,
+            column_scales: buffer((capacity / 128 + num) * columns.next_multiple_of(4) * 4)?,
+            status: buffer(4)?,
+        })
+    }
+
+    fn set_offsets(&self, offsets: &[i64]) -> Result<()> {
+        self.offsets.upload(&self.stream, 0, &offsets.iter().flat_map(|offset| offset.to_le_bytes()).collect::<Vec<_>>())
+    }
+
+    fn poison(&self) -> Result<()> {
+        for buffer in [&self.row, &self.column, &self.row_scales, &self.column_scales, &self.status] {
+            buffer.fill(&self.stream, 0, buffer.len(), 0xFF)?;
+        }
+        Ok(())
+    }
+
+    /// With outputs of so many rows.
+    fn cast(&mut self, options: &Options<'_>, rows: usize) -> Result<()> {
+        let columns = self.columns;
+        let of = |dtype, shape: &[usize]| Layout::contiguous("test", dtype, shape);
+        let mut operands = Operands::new(self.x.view(0, of(DType::BF16, &[self.capacity, columns])?)?)
+            .row(self.row.view_mut(GUARD, of(DType::E4M3, &[rows, columns])?)?)
+            .column(self.column.view_mut(GUARD, of(DType::E4M3, &[rows * columns])?)?)
+            .status(self.status.view_mut(0, of(DType::U32, &[1])?)?);
+        if options.scaling != Scaling::Given {
+            let rows = self.capacity.next_multiple_of(4);
+            operands = operands.row_scales(self.row_scales.view_mut(0, of(DType::F32, &[columns.div_ceil(128), rows])?)?).column_scales(
+                self.column_scales.view_mut(0, of(DType::F32, &[self.capacity / 128 + self.num, columns.next_multiple_of(4)])?)?,
+            );
+        }
+        let offsets = self.offsets.view(0, of(DType::I64, &[self.num + 1])?)?;
+        cast_grouped(&Backend::Cuda(Cuda::on(self.stream.clone())), &mut operands, offsets, options)
+    }
+
+    fn read(&self, buffer: &Buffer) -> Result<Vec<u8>> {
+        let mut bytes = vec![0; buffer.len()];
+        buffer.download(&self.stream, 0, &mut bytes)?;
+        Ok(bytes)
+    }
+
+    fn status(&self) -> Result<u32> {
+        Ok(u32::from_le_bytes(*self.read(&self.status)?.first_chunk().expect("four bytes")))
+    }
+
+    /// What row and column must be, with their guards.
+    fn want(&self, offsets: &[i64]) -> Result<[Vec<u8>; 2]> {
+        let (columns, len) = (self.columns, self.row.len());
+        let mut want = [vec![0xFF; len], vec![0xFF; len]];
+        let [row, column] = &mut want;
+        for pair in offsets.windows(2) {
+            let (start, rows) = (pair[0] as usize, (pair[1] - pair[0]) as usize);
+            let range = GUARD + start * columns..GUARD + (start + rows) * columns;
+            let mut operands = Operands::new(TensorView::from_bytes(&self.values[2 * start * columns..], DType::BF16, &[rows, columns])?)
+                .row(TensorViewMut::from_bytes(&mut row[range.clone()], DType::E4M3, &[rows, columns])?)
+                .column(TensorViewMut::from_bytes(&mut column[range], DType::E4M3, &[columns, rows])?);
+            cast(&Backend::cpu(), std::slice::from_mut(&mut operands), &Options::default())?;
+        }
+        Ok(want)
+    }
+
+    fn check(&self, what: &str, offsets: &[i64]) -> Outcome {
+        let [row, column] = self.want(offsets)?;
+        ensure(self.read(&self.row)? == row, format!("{what}: row"))?;
+        ensure(self.read(&self.column)? == column, format!("{what}: column"))
+    }
+}
+
+/// Few matrices, and more than a block looks at in one go.
+const NUMBERS: [usize; 2] = [5, 1100];
+
+fn bad_offsets() -> Outcome {
+    let (_, stream) = gpu()?;
+    for num in NUMBERS {
+        let mut group = Group::new(&stream, 600, 72, num)?;
+        let good: Vec<i64> = (0..=num).map(|i| (i * 600 / num) as i64).collect();
+        let with = |i: usize, offset: i64| {
+            let mut offsets = good.clone();
+            offsets[i] = offset;
+            offsets
+        };
+        let cases = [
+            ("good", good.clone(), 600, status::GOOD),
+            ("not from 0", with(0, 1), 600, status::BAD_OFFSETS),
+            ("negative", with(0, -1), 600, status::BAD_OFFSETS),
+            ("decreasing", with(num - 1, good[num - 2] - 1), 600, status::BAD_OFFSETS),
+            ("far below", with(num / 2, i64::MIN), 600, status::BAD_OFFSETS),
+            ("past the end", with(num, 601), 600, status::BAD_OFFSETS),
+            ("past 2^32", with(num, (1 << 32) + 600), 600, status::BAD_OFFSETS),
+            ("in the middle past the end", with(num / 2, 10_000), 600, status::BAD_OFFSETS),
+            ("short outputs", good.clone(), 599, status::SHORT_OUTPUTS),
+        ];
+        for scaling in [Scaling::Given, Scaling::deep_gemm(Block::Row128)] {
+            for (name, offsets, rows, want) in &cases {
+                let what = format!("{num} matrices, {name}, {scaling:?}");
+                group.set_offsets(offsets)?;
+                group.poison()?;
+                group.cast(&Options::with_scaling(scaling), *rows)?;
+                same(&format!("{what}: status"), group.status()?, *want)?;
+                if *want == status::GOOD {
+                    if scaling == Scaling::Given {
+                        group.check(&what, offsets)?;
+                    }
+                    continue;
+                }
+                for buffer in [&group.row, &group.column, &group.row_scales, &group.column_scales] {
+                    ensure(group.read(buffer)?.iter().all(|byte| *byte == 0xFF), format!("{what}: something was written"))?;
+                }
+            }
+            // With padding the sum of rows counts: every matrix takes a whole block of rows.
+            group.set_offsets(&good)?;
+            group.poison()?;
+            group.cast(&Options { pad_rows: 128, ..Options::with_scaling(scaling) }, 600)?;
+            same(&format!("{num} matrices, padded, {scaling:?}: status"), group.status()?, status::SHORT_OUTPUTS)?;
+        }
+    }
+    Ok(())
+}
+
+fn other_offsets() -> Outcome {
+    let (_, stream) = gpu()?;
+    for num in NUMBERS {
+        let capacity = 3000;
+        let mut group = Group::new(&stream, capacity, 264, num)?;
+        group.set_offsets(&vec![0; num + 1])?;
+        group.cast(&Options::default(), capacity)?;
+        let graph = Graph::capture(&stream, || group.cast(&Options::default(), capacity))?;
+        let mut random = SplitMix64::new(num as u64);
+        for round in 0..20 {
+            // One matrix with everything, none with anything, multiples of 16 and not.
+            let step = [1, 16, 1, 8][round % 4];
+            let mut offsets: Vec<i64> = (0..=num).map(|_| random.below(capacity as u64 / step + 1) as i64 * step as i64).collect();
+            offsets.sort_unstable();
+            offsets[0] = 0;
+            if round == 5 {
+                offsets[1..].fill(capacity as i64);
+            } else if round == 6 {
+                offsets.fill(0);
+            }
+            group.set_offsets(&offsets)?;
+            group.poison()?;
+            graph.launch(&stream)?;
+            same("status", group.status()?, status::GOOD)?;
+            group.check(&format!("{num} matrices, replay {round}"), &offsets)?;
+        }
+    }
+    Ok(())
+}
+
+/// Element numbers, and byte numbers of the input, that 31 and 32 bits do not hold.
+fn large() -> Outcome {
+    let (device, stream) = gpu()?;
+    let [rows, columns] = [131_088, 16_400]; // derived: 2^31 + 2.4 million elements, no power of two
+    let elements = rows * columns;
+    let (free, _) = device.memory()?;
+    if free < 5 * elements as u64 {
+        report(format_args!("2^31 elements need {} GB, {} GB are free: not run", 5 * elements / 1_000_000_000, free / 1_000_000_000));
+        return Ok(());
+    }
+    let pattern = values(1 << 20, 9);
+    let x = Buffer::new(&device, 2 * elements)?;
+    x.upload(&stream, 0, &pattern)?;
+    let mut done = pattern.len();
+    while done < x.len() {
+        let more = done.min(x.len() - done);
+        x.copy_from(&stream, done, &x, 0, more)?;
+        done += more;
+    }
+    let element = |row: usize, column: usize| {
+        let at = (row * columns + column) * 2 % pattern.len();
+        [pattern[at], pattern[at + 1]]
+    };
+    let (mut row, mut column) = (Buffer::new(&device, elements)?, Buffer::new(&device, elements)?);
+    let cast_line = |line: &[u8]| -> Result<Vec<u8>> {
+        let mut out = vec![0; line.len() / 2];
+        let shape = [1, line.len() / 2];
+        let operands = Operands::new(TensorView::from_bytes(line, DType::BF16, &shape)?);
+        cast(&Backend::cpu(), &mut [operands.row(TensorViewMut::from_bytes(&mut out, DType::E4M3, &shape)?)], &Options::default())?;
+        Ok(out)
+    };
+    for is_grouped in [false, true] {
+        row.fill(&stream, 0, elements, 0xFF)?;
+        column.fill(&stream, 0, elements, 0xFF)?;
+        let backend = Backend::Cuda(Cuda::on(stream.clone()));
+        let of = |dtype, shape: &[usize]| Layout::contiguous("test", dtype, shape);
+        let transposed: &[usize] = if is_grouped { &[elements] } else { &[columns, rows] };
+        let mut operands = Operands::new(x.view(0, of(DType::BF16, &[rows, columns])?)?)
+            .row(row.view_mut(0, of(DType::E4M3, &[rows, columns])?)?)
+            .column(column.view_mut(0, of(DType::E4M3, transposed)?)?);
+        if is_grouped {
+            let offsets = Buffer::from_bytes(&stream, &[0, rows as i64].map(i64::to_le_bytes).concat())?;
+            cast_grouped(&backend, &mut operands, offsets.view(0, of(DType::I64, &[2])?)?, &Options::default())?;
+        } else {
+            cast(&backend, &mut [operands], &Options::default())?;
+        }
+        for r in [0, 1, 65_535, 65_536, rows / 2, rows - 17, rows - 1] {
+            let line: Vec<u8> = (0..columns).flat_map(|c| element(r, c)).collect();
+            let mut got = vec![0; columns];
+            row.download(&stream, r * columns, &mut got)?;
+            ensure(got == cast_line(&line)?, format!("row {r}, grouped {is_grouped}"))?;
+        }
+        for c in [0, 1, 255, 256, columns / 2, columns - 17, columns - 1] {
+            let line: Vec<u8> = (0..rows).flat_map(|r| element(r, c)).collect();
+            let mut got = vec![0; rows];
+            column.download(&stream, c * rows, &mut got)?;
+            ensure(got == cast_line(&line)?, format!("column {c}, grouped {is_grouped}"))?;
+        }
+    }
+    Ok(())
+}
+
+fn determinism() -> Outcome {
+    let (_, stream) = gpu()?;
+    let mut group = Group::new(&stream, 3008, 520, 7)?;
+    let offsets = [0, 16, 16, 1200, 1216, 2000, 2992, 3008];
+    group.set_offsets(&offsets)?;
+    for scaling in [Scaling::Given, Scaling::deep_gemm(Block::Row128)] {
+        let mut first: Option<[Vec<u8>; 4]> = None;
+        for run in 0..20 {
+            group.poison()?;
+            group.cast(&Options::with_scaling(scaling), 3008)?;
+            let all = [&group.row, &group.column, &group.row_scales, &group.column_scales].map(|buffer| group.read(buffer));
+            let [a, b, c, d] = all;
+            let all = [a?, b?, c?, d?];
+            ensure(first.get_or_insert_with(|| all.clone()) == &all, format!("{scaling:?}: run {run} differs"))?;
+        }
+    }
+    Ok(())
+}
+
+/// Views of one buffer that share bytes.
+fn overlapping() -> Outcome {
+    let (_, stream) = gpu()?;
+    let buffer = Buffer::new(stream.device(), 1 << 16)?;
+    let backend = Backend::Cuda(Cuda::on(stream.clone()));
+    let of = |dtype, shape: &[usize]| Layout::contiguous("test", dtype, shape);
+    let at = |byte: u64| moe_kernels::tensor::DeviceAddress { address: buffer.address().address + byte, ..buffer.address() };
+    let output = |byte: u64, shape: &[usize]| -> Result<TensorViewMut<'_>> {
+        // SAFETY: the bytes lie in `buffer`, which outlives the call; that views overlap is what is refused before anything runs.
+        unsafe { TensorViewMut::from_device(at(byte), of(DType::E4M3, shape)?) }
+    };
+    // x has 2 x 16 x 32 bytes from 0 on.
+    for (row, column, what) in
+        [(1023, 4096, "row"), (4096, 512, "column"), (4096, 4096 + 511, "column"), (4096, 4096, "column"), (0, 4096, "row")]
+    {
+        let x = buffer.view(0, of(DType::BF16, &[16, 32])?)?;
+        let operands = Operands::new(x).row(output(row, &[16, 32])?).column(output(column, &[32, 16])?);
+        match cast(&backend, &mut [operands], &Options::default()) {
+            Err(Error::Invalid { what: named, got, .. }) if named == format!("matrices[0].{what}") && got.contains("overlap") => {}
+            other => return Err(format!("row at {row}, column at {column}: {other:?}").into()),
+        }
+    }
+    let x = buffer.view(0, of(DType::BF16, &[16, 32])?)?;
+    cast(&backend, &mut [Operands::new(x).row(output(1024, &[16, 32])?).column(output(1536, &[32, 16])?)], &Options::default())?;
+    stream.synchronize()?;
+    Ok(())
+}
