@@ -79,7 +79,7 @@ pub(super) fn list(cpu: &Cpu, known: &Known, matrices: &mut [Operands<'_>]) -> R
 pub(super) fn grouped(cpu: &Cpu, known: &Known, all: &mut Operands<'_>, offsets: &TensorView<'_>) -> Result<()> {
     let bytes = output_bytes(all);
     let num_matrices = offsets.shape()[0] - 1;
-    if let Some(status) = &mut all.status {
+    if let Some(status) = all.status.as_mut().filter(|_| num_matrices > 0) {
         status.host_mut(OP, "status")?.copy_from_slice(&super::status::GOOD.to_le_bytes());
     }
     let offset_bytes = offsets.host(OP, "offsets")?;

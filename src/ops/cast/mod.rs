@@ -64,7 +64,7 @@ pub struct Operands<'a> {
     /// f32 `[n]`: 1 / scale of each matrix. Not for [`Scaling::Block`].
     pub scale_inv: Option<TensorViewMut<'a>>,
     /// u32 `[1]`, of a [`cast_grouped`] only: what a GPU finds of the offsets when it reads them, one of the values of [`status`]. Written by every
-    /// call that the noop flag lets run.
+    /// call of at least one matrix that the noop flag lets run.
     pub status: Option<TensorViewMut<'a>>,
 }
 
@@ -253,7 +253,8 @@ pub enum ScaleLayout {
     PackedE8m0,
 }
 
-/// Casts every matrix of a list. All matrices have the same input type, the same output type and the same directions; shapes may differ.
+/// Casts every matrix of a list. All matrices have the same input type, the same output type and the same directions; shapes may differ. A GPU takes 256 matrices
+/// a launch. The tensors of one matrix must not overlap, nor may outputs of different ones; of a list in a GPU's memory only the former is checked.
 ///
 /// ```
 /// use moe_kernels::ops::cast::{Operands, Options, cast};
