@@ -89,10 +89,10 @@ KERNEL_UNROUNDED(THREADS) prepare(PARAMETERS(PrepareParameters) p) {
             for (u32 i = 0; i < num; i++) {
                 float values[16];
                 load_unit(p.y + (SUMS ? from_lane(slot, i) : slot) * p.y_stride, unit, values);
-                const float w = WEIGHTED ? float_of(from_lane(weight, i)) : 1.0f;
+                const float w = SUMS && WEIGHTED ? float_of(from_lane(weight, i)) : 1.0f;
 #pragma unroll
                 for (u32 j = 0; j < 16; j++) {
-                    if (WEIGHTED) {
+                    if (SUMS && WEIGHTED) { // rows that travel one by one are weighted where they are added
                         sum[j] = i == 0 ? w * values[j] : fma_rn(w, values[j], sum[j]);
                     } else {
                         sum[j] = i == 0 ? values[j] : sum[j] + values[j];

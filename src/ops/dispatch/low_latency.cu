@@ -124,7 +124,7 @@ KERNEL_UNROUNDED(THREADS) low_latency(PARAMETERS(LowLatencyParameters) p) {
         s.problem = s.aborted ? FAILED : 0;
     }
     u32 num_tokens = REPLAY ? call.routing->num_tokens : call.device_tokens ? *call.device_tokens : call.num_tokens;
-    const bool is_oversize = num_tokens > call.max_tokens;
+    const bool is_oversize = num_tokens > call.most_tokens;
     const u32 asked = num_tokens;
     if (is_oversize) num_tokens = 0;
     const u32 num_tiles = SMALL ? 1 : (num_tokens + TILE - 1) / TILE;

@@ -21,7 +21,7 @@ struct Call {
     u32 num_tokens;
     u32 max_tokens;
     u32 max_rows;
-    u32 spare;
+    u32 most_tokens; // that can be read; a device count above it is refused as one above max_tokens is
     RoutingHead* routing;
     u32* counts;      // [WORLD, NUM_WORDS]
     u32* sent;        // [T, NUM_DESTINATIONS]
@@ -270,7 +270,7 @@ DEVICE void refuse(const Rank& me, const Call& call, const u32 (&matrix)[WORLD][
             u64 tokens = matrix[r][0] & COUNT_MASK;
             if (NUM_WORDS > 1) tokens |= (u64)call.counts[r * NUM_WORDS + 1] << 20;
             needed = (marks & MARK_INVALID) == 0 ? 0 : r == me.rank ? asked : tokens;
-            available = call.max_tokens;
+            available = r == me.rank ? call.most_tokens : call.max_tokens;
         }
         store_relaxed_system(&me.host->demand[r], needed);
         store_relaxed_system(&me.host->capacity[r], available);

@@ -179,7 +179,7 @@ impl Call {
             weight_stride: self.weight_stride,
             num_tokens: self.tokens.most,
             // A count on the device beyond the caller's rows is refused as one beyond max_tokens is: nothing is read there.
-            max_tokens: if has_device_tokens { ctx.max_tokens.min(self.tokens.most) } else { ctx.max_tokens },
+            most_tokens: if has_device_tokens { ctx.max_tokens.min(self.tokens.most) } else { ctx.max_tokens },
             ..kept(ctx, self.bank, self.routing)
         }
     }
@@ -204,7 +204,7 @@ fn kept(ctx: &Ctx, bank: u32, routing: u64) -> CallParameters {
         num_tokens: 0,
         max_tokens: ctx.max_tokens,
         max_rows: ctx.max_rows,
-        spare: 0,
+        most_tokens: ctx.max_tokens,
         routing: at(r.head),
         counts: at(r.counts),
         sent: at(r.sent),

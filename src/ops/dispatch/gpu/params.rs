@@ -20,7 +20,8 @@ pub(super) struct CallParameters {
     pub num_tokens: u32,
     pub max_tokens: u32,
     pub max_rows: u32,
-    pub spare: u32,
+    /// That can be read: not above `max_tokens`.
+    pub most_tokens: u32,
     pub routing: u64,
     pub counts: u64,
     pub sent: u64,
@@ -176,7 +177,7 @@ mod tests {
     #[test]
     fn structs_are_those_of_the_kernels() {
         let text = include_str!("../routing.cuh");
-        let words = ["num_tokens", "max_tokens", "max_rows", "spare", "segment_align", "rows_per_expert"];
+        let words = ["num_tokens", "max_tokens", "max_rows", "most_tokens", "segment_align", "rows_per_expert"];
         assert_same_fields(text, "Call", &format!("{:#?}", CallParameters::zeroed()), &words);
         assert!(text.contains(&format!("static_assert(sizeof(Call) == {},", size_of::<CallParameters>())));
         same!("route.cu", RouteParameters, []);
