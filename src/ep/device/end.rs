@@ -162,7 +162,8 @@ impl End {
         let mut found = HostRecord::zeroed();
         bytemuck::bytes_of_mut(&mut found).copy_from_slice(&pinned.bytes()[..size_of::<HostRecord>()]);
         found.status = status;
-        match found.error(&Reader { rank: member.rank(), world: member.size(), bound }) {
+        let max_tokens = self.ctx().max_tokens.into();
+        match found.error(&Reader { rank: member.rank(), world: member.size(), max_tokens, bound }) {
             None => Ok(()),
             Some(Error::Timeout { failure, bound }) => Err(member.timed_out(failure, bound)),
             Some(Error::Poisoned { first }) => Err(Error::Poisoned { first: member.fail(first) }),

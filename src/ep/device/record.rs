@@ -21,6 +21,8 @@ const CAPACITY_EXPERT: u64 = 5;
 pub(crate) struct Reader {
     pub rank: Rank,
     pub world: usize,
+    /// Of a rank's call at most; this rank's own call may have had fewer rows, of which another rank knows nothing.
+    pub max_tokens: u64,
     /// Of the waits.
     pub bound: Duration,
 }
@@ -46,7 +48,11 @@ impl HostRecord {
     }
 
     fn capacity_error(&self, reader: &Reader, limit: Limit) -> Error {
-        let demand = |r: usize| Demand { rank: Rank(r as u32), limit, demand: self.demand[r], capacity: self.capacity[r] };
+        let demand = |r: usize| {
+            let is_other = limit == Limit::Tokens && r != reader.rank.index();
+            let capacity = if is_other { reader.max_tokens } else { self.capacity[r] };
+            Demand { rank: Rank(r as u32), limit, demand: self.demand[r], capacity }
+        };
         // Of too many tokens only those ranks speak that have them; the others' numbers are 0.
         let demands = (0..reader.world).map(demand).filter(|d| limit != Limit::Tokens || d.demand > 0).collect();
         Error::Capacity { op: "dispatch", demands }
@@ -115,7 +121,7 @@ mod tests {
     use super::*;
     use bytemuck::Zeroable;
 
-    const READER: Reader = Reader { rank: Rank(1), world: 3, bound: Duration::from_secs(7) };
+    const READER: Reader = Reader { rank: Rank(1), world: 3, max_tokens: 64, bound: Duration::from_secs(7) };
 
     fn record(status: u64, demand: [u64; 3], capacity: [u64; 3]) -> HostRecord {
         let mut record = HostRecord { status: 9 << 8 | status, ..HostRecord::zeroed() };
@@ -142,6 +148,8 @@ mod tests {
             other => panic!("{other:?}"),
         };
         assert_eq!(demands(CAPACITY_TOKENS, [0, 70, 65], [64; 3]), [(1, Limit::Tokens, 70, 64), (2, Limit::Tokens, 65, 64)]);
+        // This rank's call had room for 2 tokens, which concerns no other's.
+        assert_eq!(demands(CAPACITY_TOKENS, [0, 3, 65], [2; 3]), [(1, Limit::Tokens, 3, 2), (2, Limit::Tokens, 65, 64)]);
         let rows = demands(CAPACITY_ROWS, [5, 9, 0], [8; 3]);
         assert_eq!(rows, [(0, Limit::Rows, 5, 8), (1, Limit::Rows, 9, 8), (2, Limit::Rows, 0, 8)]);
         assert_eq!(demands(CAPACITY_EXPERT, [5, 9, 0], [8; 3])[1].1, Limit::RowsPerExpert);
