@@ -12,6 +12,7 @@ constexpr u32 UNITS = (HIDDEN + 15) / 16;                                       
 constexpr u32 PART_UNITS = ((UNITS + PARTS - 1) / PARTS + BLOCK_LANES - 1) / BLOCK_LANES * BLOCK_LANES;
 constexpr u32 UNIT_VECTORS = VALUE_BYTES;                                                  // of y in a unit: 16 elements * VALUE_BYTES / 16 bytes
 constexpr u32 VECTOR_SIZE = Vector<Value>::SIZE;
+constexpr bool WEIGHS = WEIGHTED && SUMS; // otherwise the weights are for who adds
 constexpr u32 Y_VECTORS = Y_ROW_BYTES / 16;
 
 struct PrepareParameters {
@@ -89,10 +90,10 @@ KERNEL_UNROUNDED(THREADS) prepare(PARAMETERS(PrepareParameters) p) {
             for (u32 i = 0; i < num; i++) {
                 float values[16];
                 load_unit(p.y + (SUMS ? from_lane(slot, i) : slot) * p.y_stride, unit, values);
-                const float w = SUMS && WEIGHTED ? float_of(from_lane(weight, i)) : 1.0f;
+                const float w = WEIGHS ? float_of(from_lane(weight, i)) : 1.0f;
 #pragma unroll
                 for (u32 j = 0; j < 16; j++) {
-                    if (SUMS && WEIGHTED) { // rows that travel one by one are weighted where they are added
+                    if (WEIGHS) {
                         sum[j] = i == 0 ? w * values[j] : fma_rn(w, values[j], sum[j]);
                     } else {
                         sum[j] = i == 0 ? values[j] : sum[j] + values[j];

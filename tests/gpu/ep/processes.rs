@@ -5,15 +5,22 @@ use moe_kernels::ep::{Config, Mode, Rendezvous, Tuning, World};
 use moe_kernels::{Backend, Rank, Result};
 
 use super::rig::{Options, Rig};
-use super::{Needs, Test, base};
+use super::{Needs, Outcome, Test, base, report};
 use crate::processes::{all_well, survivors_blame_of};
 
 pub(super) const TRIALS: &[(&str, Needs, Test)] = &[
-    ("ep processes: rounds of 2", Needs::GpuAlone, || all_well("gpu rounds", "20", 2)),
-    ("ep processes: rounds of 4", Needs::GpuAlone, || all_well("gpu rounds", "6", 4)),
-    ("ep processes: rounds of 8", Needs::GpuAlone, || all_well("gpu rounds", "2", 8)),
+    ("ep processes: rounds of 2", Needs::GpuAlone, || timed("20", 2)),
+    ("ep processes: rounds of 4", Needs::GpuAlone, || timed("6", 4)),
+    ("ep processes: rounds of 8", Needs::GpuAlone, || timed("2", 8)),
     ("ep processes: a killed one", Needs::GpuAlone, || survivors_blame_of("gpu killed", "gpu", &[1], 3).map(|_| ())),
 ];
+
+fn timed(rounds: &str, ranks: usize) -> Outcome {
+    let start = std::time::Instant::now();
+    all_well("gpu rounds", rounds, ranks)?;
+    report(format!("{rounds} rounds of {ranks} processes in each mode: {:.1} s with their start", start.elapsed().as_secs_f64()));
+    Ok(())
+}
 
 fn configs() -> [Config; 2] {
     [base(), Config { mode: Mode::LowLatency, expected_tokens: 4, ..base() }]

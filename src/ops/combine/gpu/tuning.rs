@@ -150,7 +150,9 @@ impl Choice {
 
     pub fn prepare(&self, class: Class, with_rows: bool) -> Spec {
         let parts = if with_rows { self.prepare_parts(class) } else { 1 };
-        self.spec(256, Kind::Prepare { row: self.row, parts: parts as u16, with_rows })
+        // Without sums its rows are not weighted, and kernels of both kinds are one.
+        let row = Row { weighted: self.row.weighted && self.row.sums, ..self.row };
+        self.spec(256, Kind::Prepare { row, parts: parts as u16, with_rows })
     }
 
     pub fn send(&self) -> Spec {
