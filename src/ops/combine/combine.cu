@@ -3,7 +3,7 @@
 // Layout     every rank's rows at `rows_region`, WIRE_ROW_BYTES each; sent, records, rows, places, routing: as route.cu wrote them; out, add_to:
 //            [T, HIDDEN], 16-byte rows.
 // Work       a warp takes a part of a token, UNROLL vectors of the result a lane, from up to GROUP rows at a time. Every block waits, so the grid runs
-//            at once (cooperative), or is small enough to.
+//            at once: the registry of the device sees to it.
 // Shared     the epoch.
 // Sync       ready: the last threads of block 0 release at entry, then store to each peer (9): the rows were complete when the kernel before this one
 //            ended; every block polls, acquiring (10). Pairs with the same lines of every peer.

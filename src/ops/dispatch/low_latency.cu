@@ -6,7 +6,7 @@
 // Shared     the tile's destinations and records, totals, the count matrix: struct Shared.
 // Sync       counts: as route.cu. packets: each word of 64 bits holds its epoch; no fence. done: only between ranks that had more rows than a message
 //            holds, as payload.cu.
-// Requires   SMALL: T <= TILE and T <= STAGED_ROWS; all blocks run at once (cooperative); `copies` = banks + 1, see step 1 of PROTOCOL.md; the kernel before this one has ended (waited for).
+// Requires   SMALL: T <= TILE and T <= STAGED_ROWS; all blocks run at once (the registry of the device sees to it); `copies` = banks + 1, see step 1 of PROTOCOL.md; the kernel before this one has ended (waited for).
 
 constexpr u32 ROUTE_VECTORS = ROUTE_BYTES / 16;
 constexpr u32 ROW_VECTORS = ROW_BYTES / 16;

@@ -2,7 +2,7 @@
 //            matrix the first slot of this rank at every receiver (oracle::dispatch). Replay: the exchange alone.
 // Layout     topk_idx [T, K] of Index, topk_weights f32 [T, K] or null; routing: head, sent [T, NUM_DESTINATIONS] ascending rank then NONE, records
 //            [T, ROUTE_BYTES] as they travel, counts [WORLD, NUM_WORDS]; bank: BankHead. Words: layout.cuh.
-// Work       a grid of 1 to MAX_BLOCKS cooperative blocks, each a run of tokens, a thread per token; block 0 talks to the peers.
+// Work       a grid of 1 to MAX_BLOCKS blocks that run at once, each a run of tokens, a thread per token; block 0 talks to the peers.
 // Shared     totals by warp and by block, the count matrix: struct Shared.
 // Sync       counts: the posting threads of block 0 release at entry (nothing that this kernel does is released by these words, only what came before
 //            it), then store; pairs with the acquiring polls of every peer (2, 3). blocks: words tagged with the epoch, released by nothing.
