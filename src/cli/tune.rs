@@ -3,6 +3,7 @@
 
 use std::collections::HashMap;
 use std::path::PathBuf;
+use std::time::{Duration, Instant};
 
 use moe_kernels::ep::{Launch, Launches, PhaseTuning, Provenance, RULE, Table, TableKey, TablePhase, TableRow, Tuning, World};
 use moe_kernels::measure::{Environment, Statistics, idle, report};
@@ -32,10 +33,13 @@ pub struct Arguments {
     /// Samples of each geometry, in turns with all others
     #[arg(long, value_name = "N", default_value_t = 5, value_parser = clap::value_parser!(u16).range(1..=1000))]
     repeats: u16,
+    /// Most seconds in which a search takes up geometries, the nearest first: each compiles kernels of its own
+    #[arg(long, value_name = "N", default_value_t = 60, value_parser = clap::value_parser!(u16).range(1..))]
+    seconds: u16,
     /// Kernels are launched programmatically
     #[arg(long, value_name = "WHEN", value_enum, num_args = 0..=1, default_value = "off", default_missing_value = "on")]
     programmatic: Programmatic,
-    /// Write the table to this file
+    /// Write the table to this file, which holds every row as soon as it is known
     #[arg(long, value_name = "FILE")]
     table: Option<PathBuf>,
     /// Search on a busy GPU too
@@ -69,8 +73,8 @@ impl Phases {
 
 /// Threads of a block that are tried.
 const THREADS: [u32; 3] = [128, 256, 512];
-/// Warps of a grid that are tried, as parts of those that are chosen now.
-const WARPS: [(u32, u32); 6] = [(1, 4), (1, 2), (3, 4), (1, 1), (3, 2), (2, 1)];
+/// Warps of a grid that are tried, as parts of those that are chosen now; the nearest first.
+const WARPS: [(u32, u32); 6] = [(1, 1), (3, 4), (3, 2), (1, 2), (2, 1), (1, 4)];
 /// Most blocks (arbitrary: beyond the best of every measurement so far).
 const MOST_BLOCKS: u32 = 2048;
 /// Geometries whose times differ by less are equal, and the smaller grid is taken (measured: medians of runs differ by about this much).
@@ -87,6 +91,8 @@ struct Job {
     sms: Option<u32>,
     /// The only number of threads that a row of this class may have, when a nearer one has chosen.
     threads: Option<u32>,
+    /// How long geometries are taken up.
+    bound: Duration,
 }
 
 /// A geometry as one rank has measured it.
@@ -123,16 +129,18 @@ pub fn tune(arguments: &Arguments, output: &mut Output) -> Result<bool> {
         return Err(invalid("--backend", format!("`{}`", arguments.shape.backend), "cuda or cuda:N: a CPU has no geometry"));
     };
     idle::check(gpu, arguments.allow_busy)?;
-    let json = Json::create(arguments.table.as_deref())?;
+    let mut json = Json::create(arguments.table.as_deref())?;
     let backend = launching(&arguments.shape.backend()?, arguments.programmatic == Programmatic::On);
-    let (mut rows, mut wrong, mut lines) = (Vec::new(), Vec::new(), Vec::new());
+    let mut table = table(&backend)?;
+    let (mut wrong, mut lines) = (Vec::new(), Vec::new());
+    let bound = Duration::from_secs(arguments.seconds.into());
     let progress = Progress::new(arguments.phase.each().len() * arguments.sms.len() * arguments.shape.tokens.len(), "searching");
     for &phase in arguments.phase.each() {
         for &sms in &arguments.sms {
             let mut threads = HashMap::new();
             for tokens in by_distance(&arguments.shape.tokens) {
                 let class = Table::class_of(tokens as u32);
-                let job = Job { phase, sms: Some(sms).filter(|sms| *sms > 0), threads: threads.get(&class).copied() };
+                let job = Job { phase, sms: Some(sms).filter(|sms| *sms > 0), threads: threads.get(&class).copied(), bound };
                 let case = Case::new(&arguments.shape, tokens)?;
                 let gate = Gate::new(&backend, case.ranks)?;
                 let plan = plan(arguments, &job, tokens);
@@ -155,7 +163,16 @@ pub fn tune(arguments: &Arguments, output: &mut Output) -> Result<bool> {
                     format!("{:+.1} %", 100.0 * (before_seconds / seconds - 1.0)),
                     num_tried.to_string(),
                 ]);
-                rows.push(TableRow { key, tokens: tokens as u32, blocks: launch.blocks, threads: launch.threads, seconds, before_seconds });
+                table.rows.push(TableRow {
+                    key,
+                    tokens: tokens as u32,
+                    blocks: launch.blocks,
+                    threads: launch.threads,
+                    seconds,
+                    before_seconds,
+                });
+                table.rows.sort_by_key(|row| (row.key.phase as u8, row.key.sms, row.tokens));
+                json.write(&table)?;
                 progress.step();
             }
         }
@@ -166,12 +183,11 @@ pub fn tune(arguments: &Arguments, output: &mut Output) -> Result<bool> {
     for wrong in &wrong {
         output.line(format_args!("WRONG: {wrong}"))?;
     }
-    rows.sort_by_key(|row| (row.key.phase as u8, row.key.sms, row.tokens));
-    json.write(&table(&backend, rows)?)?;
     Ok(wrong.is_empty())
 }
 
-fn table(backend: &Backend, rows: Vec<TableRow>) -> Result<Table> {
+/// A table without rows.
+fn table(backend: &Backend) -> Result<Table> {
     let Backend::Cuda(cuda) = backend else { return Err(invalid("backend", backend.name(), "cuda")) };
     let environment = Environment::record();
     let (major, minor) = cuda.device().compute_capability();
@@ -190,7 +206,7 @@ fn table(backend: &Backend, rows: Vec<TableRow>) -> Result<Table> {
             command: format!("moe {command}"),
             note: driver.map_or_else(String::new, |driver| format!("driver {driver}")),
         },
-        rows,
+        rows: Vec::new(),
     })
 }
 
@@ -230,8 +246,8 @@ fn plan(arguments: &Arguments, job: &Job, tokens: usize) -> Plan {
 fn candidates(now: Launch, job: &Job) -> Vec<(u32, u32)> {
     let mut all = Vec::new();
     let warps = u64::from(now.blocks) * u64::from(now.threads);
-    for threads in THREADS.into_iter().filter(|threads| job.threads.is_none_or(|only| only == *threads)) {
-        for (part, whole) in WARPS {
+    for (part, whole) in WARPS {
+        for threads in THREADS.into_iter().filter(|threads| job.threads.is_none_or(|only| only == *threads)) {
             let blocks = (warps * u64::from(part)).div_ceil(u64::from(whole) * u64::from(threads));
             let blocks = u32::try_from(blocks).unwrap_or(MOST_BLOCKS).clamp(1, MOST_BLOCKS.min(job.sms.unwrap_or(MOST_BLOCKS)));
             if !all.contains(&(blocks, threads)) && (blocks, threads) != (now.blocks, now.threads) {
@@ -255,7 +271,13 @@ fn search(world: &World, case: &Case, plan: &Plan, job: &Job, gate: Option<std::
         graphs.push((now, graph, Vec::new()));
     }
     let dispatches = if arm == Arm::Pair { rank.graph(Arm::Dispatch, plan.tuning)? } else { None };
+    let start = Instant::now();
     for geometry in candidates(now, job) {
+        // Ranks compile at their own pace, and must go on or stop together.
+        let late = world.gather(Ok(vec![u8::from(start.elapsed() > job.bound)]))?;
+        if late.iter().any(|late| late[0] != 0) {
+            break;
+        }
         let mut tuning = plan.tuning;
         let phase = if job.phase == TablePhase::Dispatch { &mut tuning.dispatch } else { &mut tuning.combine };
         phase.geometry = Some(geometry);
@@ -366,7 +388,7 @@ mod tests {
 
     #[test]
     fn candidates_surround_what_is_chosen() {
-        let job = Job { phase: TablePhase::Dispatch, sms: None, threads: None };
+        let job = Job { phase: TablePhase::Dispatch, sms: None, threads: None, bound: Duration::ZERO };
         let all = candidates(launch(64, 256), &job);
         assert!(all.contains(&(32, 256)) && all.contains(&(128, 128)) && all.contains(&(64, 512)) && !all.contains(&(64, 256)));
         let only = candidates(launch(64, 256), &Job { threads: Some(512), sms: Some(10), ..job });

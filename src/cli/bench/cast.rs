@@ -103,7 +103,7 @@ pub fn bench(arguments: &Arguments, output: &mut Output) -> Result<bool> {
     if arguments.process.is_some() {
         return measure(arguments, output).map(|()| true);
     }
-    let json = Json::create(arguments.common.json.as_deref())?;
+    let mut json = Json::create(arguments.common.json.as_deref())?;
     // Before any process opens the device: afterwards it would be one of its users.
     let idle = idle::check(arguments.common.device, arguments.common.allow_busy)?;
     let start = Instant::now();

@@ -71,7 +71,7 @@ struct Record {
 
 /// Measures and prints; `false` when a result was wrong.
 pub fn bench(arguments: &Arguments, output: &mut Output) -> Result<bool> {
-    let json = Json::create(arguments.common.json.as_deref())?;
+    let mut json = Json::create(arguments.common.json.as_deref())?;
     let preset = Preset::named(&arguments.preset)?;
     check_shape(&preset)?;
     let device = arguments.common.device;

@@ -13,7 +13,7 @@ mod gate_arms;
 mod slots;
 
 use std::fs::File;
-use std::io::Write;
+use std::io::{Seek, Write};
 use std::path::{Path, PathBuf};
 
 use moe_kernels::gpu::{CublasLt, Nvrtc};
@@ -83,12 +83,13 @@ impl Json {
         Ok(Json(path.map(create).transpose()?))
     }
 
-    pub fn write(self, record: &impl serde::Serialize) -> Result<()> {
-        let Some((path, mut file)) = self.0 else { return Ok(()) };
+    /// Replaces what is in the file.
+    pub fn write(&mut self, record: &impl serde::Serialize) -> Result<()> {
+        let Some((path, file)) = &mut self.0 else { return Ok(()) };
         let failed = |why: String| Error::Io { what: format!("writing {}", path.display()), why };
         let mut json = serde_json::to_vec_pretty(record).map_err(|error| failed(error.to_string()))?;
         json.push(b'\n');
-        file.write_all(&json).map_err(|error| failed(error.to_string()))
+        file.rewind().and_then(|()| file.set_len(0)).and_then(|()| file.write_all(&json)).map_err(|error| failed(error.to_string()))
     }
 }
 

@@ -195,7 +195,7 @@ fn finish(
     backend: &Backend,
     idle: Option<IdleReport>,
     runs: Vec<Run>,
-    json: Json,
+    mut json: Json,
     output: &mut Output,
 ) -> Result<bool> {
     let environment = environment_with(arguments.diff);
