@@ -101,7 +101,12 @@ pub(crate) fn combine(ctx: &Ctx, send: &Send, receive: &Receive) -> Result<()> {
 /// The first half of a combine.
 pub(crate) fn combine_send(ctx: &Ctx, call: &Send) -> Result<()> {
     prepare(ctx, call)?;
-    queue(ctx, ctx.kernels.combine.send()?, 1, &SendParameters { me: *ctx.me(call.bank) })
+    queue(
+        ctx,
+        ctx.kernels.combine.send()?,
+        1,
+        &SendParameters { counts: call.routing + ctx.layout.routing.counts as u64, me: *ctx.me(call.bank) },
+    )
 }
 
 /// The second half of a combine, which says once more that rows may be read.

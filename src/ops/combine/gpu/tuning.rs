@@ -35,6 +35,8 @@ pub(super) struct Choice {
     pub tuning: Tuning,
     /// What a table says of this GPU.
     pub measured: Measured,
+    /// By class, once all of the above is known: a call need not find them again (measured: half of the host's time of a call).
+    pub settled: Option<[Mapping; 3]>,
 }
 
 /// Threads of a block, the split of a row of the result, rows at a time.
@@ -57,7 +59,13 @@ impl Choice {
             ranks_on_device,
             tuning,
             measured: Measured::default(),
+            settled: None,
         }
+    }
+
+    /// The same, with its mappings found.
+    pub fn settle(self) -> Self {
+        Choice { settled: Some(Class::ALL.map(|class| self.mapping(class))), ..self }
     }
 
     fn phase(&self) -> PhaseTuning {
@@ -108,6 +116,9 @@ impl Choice {
     }
 
     pub fn mapping(&self, class: Class) -> Mapping {
+        if let Some(settled) = &self.settled {
+            return settled[class as usize];
+        }
         let class = self.reachable(class);
         let chosen = match class {
             _ if self.phase().sms.is_some() => 512,
@@ -155,8 +166,8 @@ impl Choice {
         self.spec(256, Kind::Prepare { row, parts: parts as u16, with_rows })
     }
 
-    pub fn send(&self) -> Spec {
-        self.spec(64, Kind::Send) // 64: a thread for each rank
+    pub fn send(&self, waits: bool) -> Spec {
+        self.spec(64, Kind::Send { waits }) // 64: a thread for each rank
     }
 
     fn within(&self, blocks: u32) -> u32 {
@@ -181,7 +192,7 @@ impl Choice {
         if !self.tuning.sums.are_any() {
             return Vec::new();
         }
-        let mut all = vec![self.send()];
+        let mut all = vec![self.send(false)];
         for class in Class::ALL {
             all.push(self.prepare(class, true));
             for (add, folds) in self.results() {
@@ -233,7 +244,7 @@ impl Loaded {
     pub fn load(device: &Device, c: &Config, p: &Plan, ranks_on_device: u32, tuning: Tuning) -> Result<Self> {
         let choice = Choice::new(c, p, ranks_on_device, tuning);
         let key = Key::new(TablePhase::Combine, c, p, choice.ranks_on_device, tuning.combine.sms);
-        let choice = Choice { measured: Measured::find(&device.properties().name, &key), ..choice };
+        let choice = Choice { measured: Measured::find(&device.properties().name, &key), ..choice }.settle();
         // All at once first; what follows finds them loaded.
         choice.all().into_par_iter().try_for_each(|spec| KERNELS.load(device, spec).map(|_| ()))?;
         fn of<P>(device: &Device, choice: &Choice, spec: Spec) -> Result<shape::Loaded<P>> {
@@ -251,7 +262,7 @@ impl Loaded {
         Ok(Loaded {
             prepare: if combines { Some([prepare(few)?, prepare(some)?, prepare(many)?]) } else { None },
             fold: if combines && choice.has_fold { Some(of(device, &choice, choice.prepare(few, false))?) } else { None },
-            send: if combines { Some(of(device, &choice, choice.send())?) } else { None },
+            send: if combines { Some(of(device, &choice, choice.send(false))?) } else { None },
             combine,
             most_waiting: u32::MAX,
             choice,
