@@ -16,20 +16,21 @@ static_assert(sizeof(SendParameters) == 8 + sizeof(Rank), "The host fills in the
 KERNEL_UNROUNDED(THREADS) send(PARAMETERS(SendParameters) p) {
     const Rank& me = p.me;
     const u32 peer = thread_idx();
+    const bool talks = peer < WORLD;
     wait_for_dependencies();
-    if (peer >= WORLD) return;
     // sync ready: release, before this thread's first load
-    release_system();
+    if (talks) release_system();
     const u64 epoch = me.state->bank_epoch[me.bank];
-    const u32 expected = WAITS ? p.counts[me.rank * NUM_WORDS + peer] : 0;
+    const u32 expected = WAITS && talks ? p.counts[me.rank * NUM_WORDS + peer] : 0;
     if (epoch == 0) return; // refused on all ranks
-    store_relaxed_system(word_at(me, peer, READY, me.bank * WORLD + me.rank), epoch);
-    if (expected == 0) return;
+    if (talks) store_relaxed_system(word_at(me, peer, READY, me.bank * WORLD + me.rank), epoch);
+    if (!WAITS) return;
     bool failed = false;
     // sync ready: acquire
-    const bool has_failed = wait_for<false>(me, OP_COMBINE, PHASE_READY, peer, word_at(me, me.rank, READY, me.bank * WORLD + peer), epoch, failed) == 0;
+    const bool has_failed = expected != 0 && wait_for<false>(me, OP_COMBINE, PHASE_READY, peer, word_at(me, me.rank, READY, me.bank * WORLD + peer), epoch, failed) == 0;
     if (has_failed) me.state->bank_epoch[me.bank] = 0; // combine.cu reads nothing
-    // A dependent takes no place of what this waits for any more.
+    // Only when all have: the first thread that lets dependents start does so for the block, and they would take the places of what the others wait for.
+    block_barrier();
     launch_dependents();
     if (failed) report(me);
 }

@@ -109,13 +109,16 @@ pub(crate) fn combine_send(ctx: &Ctx, call: &Send) -> Result<()> {
     )
 }
 
-/// The second half of a combine, which says once more that rows may be read.
+/// The second half of a combine, which says once more that rows may be read: by a kernel of its own, which waits, or by the one that sums.
 pub(crate) fn combine_receive(ctx: &Ctx, call: &Receive) -> Result<()> {
     let kernels = &ctx.kernels.combine;
     let class = Class::of(call.tokens.likely);
     let (r, regions) = (&ctx.layout.routing, &ctx.layout.regions);
     let at = |offset: usize| call.routing + offset as u64;
     let kernel = kernels.combine(class, call.adds(), call.folded.is_some())?;
+    if let Some(wait) = kernels.wait(class) {
+        queue(ctx, wait, 1, &SendParameters { counts: at(r.counts), me: *ctx.me(call.bank) })?;
+    }
     let rows_region = if kernels.choice.row.is_converted() { regions.wire } else { regions.expert_output };
     let parameters = CombineParameters {
         routing: at(r.head),

@@ -46,6 +46,8 @@ pub(super) struct Mapping {
     pub split: Split,
     pub max_group: u32,
     pub stream: bool,
+    /// A kernel of one block waits for the peers, and the one that sums starts behind it: a launch more, but then its blocks need not all run at once.
+    pub waits_before: bool,
 }
 
 impl Choice {
@@ -120,21 +122,31 @@ impl Choice {
             return settled[class as usize];
         }
         let class = self.reachable(class);
-        let chosen = match class {
-            _ if self.phase().sms.is_some() => 512,
-            Class::Few if self.is_small_world() => 512,
+        // Few blocks are to do it all, and wait themselves.
+        let few_sms = self.phase().sms.is_some();
+        let waits_before = match class {
+            _ if few_sms => false,
+            Class::Few => false,
             // So many ranks share the device that few blocks of each may wait at once.
-            Class::Some if self.ranks_on_device > 2 => 512,
-            Class::Few | Class::Some => 256,
-            Class::Many => 512,
+            Class::Some => self.ranks_on_device > 2,
+            // A block for each two parts: new blocks take the places of those that end, and all of the device is busy to the end.
+            Class::Many => true,
+        };
+        let chosen = match class {
+            _ if few_sms => 512,
+            _ if waits_before => 64,
+            Class::Few if self.is_small_world() => 512,
+            Class::Few | Class::Some | Class::Many => 256,
         };
         let threads = self.threads(class, chosen);
         let groups = self.row.num_vectors().div_ceil(LANES);
         let (parts, unroll) = match class {
             Class::Few => (groups, 1),
+            Class::Some if waits_before => (14, 2),
             Class::Some if self.is_small_world() => (7, 2),
             Class::Some => (7, 1),
-            Class::Many => (1, 2),
+            Class::Many if few_sms => (1, 2),
+            Class::Many => (7, 2),
         };
         // Words of rows in flight, as registers hold them beside what else a thread keeps (derived: 48 registers; at most what was measured).
         let words = registers(threads).saturating_sub(48).clamp(4, 64);
@@ -142,15 +154,20 @@ impl Choice {
         let max_group = (words / piece).clamp(1, MOST_GROUP);
         let unroll = unroll.min(words / (piece * max_group.min(self.most_terms()))).max(1);
         let split = Split::new(self.row.num_vectors(), parts, unroll, 1);
-        Mapping { threads, split, max_group, stream: class == Class::Many }
+        Mapping { threads, split, max_group, stream: class == Class::Many, waits_before }
     }
 
     pub fn combine(&self, class: Class, add: Add, folds: bool) -> Spec {
-        let Mapping { threads, split, max_group, stream } = self.mapping(class);
-        let (row, with_signals) = (self.row, !self.tuning.measure.skip_signals);
+        let Mapping { threads, split, max_group, stream, waits_before } = self.mapping(class);
+        let (row, with_signals) = (self.row, !waits_before && !self.tuning.measure.skip_signals);
         // What is only of `prepare` does not make another kernel.
         let row = if row.sums { Row { weighted: false, ..row } } else { row };
         self.spec(threads, Kind::Combine { row, add, folds, split, max_group: max_group as u16, stream, with_signals })
+    }
+
+    /// Whether a kernel that waits stands before the one that sums.
+    pub fn waits_before(&self, class: Class) -> bool {
+        self.mapping(class).waits_before && !self.tuning.measure.skip_signals
     }
 
     fn prepare_parts(&self, class: Class) -> u32 {
@@ -193,6 +210,9 @@ impl Choice {
             return Vec::new();
         }
         let mut all = vec![self.send(false)];
+        if Class::ALL.iter().any(|class| self.waits_before(*class)) {
+            all.push(self.send(true));
+        }
         for class in Class::ALL {
             all.push(self.prepare(class, true));
             for (add, folds) in self.results() {
@@ -223,7 +243,8 @@ impl Choice {
 
 /// Every kernel that a combine of this configuration may choose, whatever the device.
 pub(crate) fn programs(c: &Config, p: &Plan, tuning: Tuning) -> Vec<Program> {
-    Choice::new(c, p, 1, tuning).all().iter().map(crate::gpu::Spec::program).collect()
+    let of = |ranks_on_device: u32| Choice::new(c, p, ranks_on_device, tuning).all();
+    without_repeats(of(1).into_iter().chain(of(p.world as u32)).collect()).iter().map(crate::gpu::Spec::program).collect()
 }
 
 /// The kernels of an object's combines, loaded.
@@ -235,6 +256,8 @@ pub(crate) struct Loaded {
     /// Weights alone.
     pub(super) fold: Option<shape::Loaded<PrepareParameters>>,
     send: Option<shape::Loaded<SendParameters>>,
+    /// The kernel that waits before the one that sums, where there is one.
+    wait: Option<shape::Loaded<SendParameters>>,
     /// By class, by what is added, by whether weights are folded back; those that no call may ask for are missing.
     combine: [[[Option<shape::Loaded<CombineParameters>>; 2]; 3]; 3],
     most_waiting: u32,
@@ -263,6 +286,11 @@ impl Loaded {
             prepare: if combines { Some([prepare(few)?, prepare(some)?, prepare(many)?]) } else { None },
             fold: if combines && choice.has_fold { Some(of(device, &choice, choice.prepare(few, false))?) } else { None },
             send: if combines { Some(of(device, &choice, choice.send(false))?) } else { None },
+            wait: if combines && Class::ALL.iter().any(|class| choice.waits_before(*class)) {
+                Some(of(device, &choice, choice.send(true))?)
+            } else {
+                None
+            },
             combine,
             most_waiting: u32::MAX,
             choice,
@@ -279,6 +307,11 @@ impl Loaded {
         self.send.as_ref().ok_or_else(|| self.missing())
     }
 
+    /// What is launched before the kernel that sums, if that does not wait itself.
+    pub(super) fn wait(&self, class: Class) -> Option<&shape::Loaded<SendParameters>> {
+        self.wait.as_ref().filter(|_| self.choice.waits_before(class))
+    }
+
     pub(super) fn combine(&self, class: Class, add: Add, folds: bool) -> Result<&shape::Loaded<CombineParameters>> {
         let add = if self.choice.row.value == DType::F32 && add == Add::F32 { Add::Value } else { add };
         self.combine[class as usize][add as usize][usize::from(folds)].as_ref().ok_or_else(|| self.missing())
@@ -292,7 +325,13 @@ impl Loaded {
     /// The grids whose blocks wait for peers.
     pub fn waiting(&self, device: &Device) -> Result<Vec<Waiting>> {
         let mut all = Vec::new();
+        if let Some(wait) = &self.wait {
+            all.push(wait.waiting(device, "send", 1)?);
+        }
         for class in Class::ALL {
+            if self.choice.mapping(class).waits_before {
+                continue;
+            }
             for kernel in self.combine[class as usize].iter().flatten().flatten() {
                 let blocks = self.combine_blocks(Tokens::exactly(class.most()), class, kernel);
                 // Another number of tokens of a table may have more.
@@ -326,13 +365,15 @@ impl Loaded {
     }
 
     pub(super) fn combine_blocks(&self, tokens: Tokens, class: Class, kernel: &shape::Loaded<CombineParameters>) -> u32 {
-        self.choice.combine_blocks(tokens, class).min(kernel.most_blocks).min(self.most_waiting)
+        let blocks = self.choice.combine_blocks(tokens, class);
+        if self.choice.mapping(class).waits_before { blocks } else { blocks.min(kernel.most_blocks).min(self.most_waiting) }
     }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::ep::device::tuning::Measure;
     use crate::ep::{Layout, Reduce, Wire};
 
     fn base() -> Config {
@@ -354,11 +395,13 @@ mod tests {
     #[test]
     fn what_was_measured_best() {
         let (two, eight) = (choice(&base(), 2, Tuning::default()), choice(&base(), 8, Tuning::default()));
-        // At 4096 tokens as many blocks as run at once.
-        assert_eq!([0, 1, 128, 4096].map(|t| combine(&two, t)), [(1, 512, 28, 1), (2, 512, 28, 1), (112, 256, 7, 2), (256, 512, 1, 2)]);
-        assert_eq!([1, 128, 4096].map(|t| combine(&eight, t)), [(4, 256, 28, 1), (56, 512, 7, 1), (256, 512, 1, 2)]);
+        assert_eq!([0, 1, 128, 4096].map(|t| combine(&two, t)), [(1, 512, 28, 1), (2, 512, 28, 1), (112, 256, 7, 2), (14336, 64, 7, 2)]);
+        assert_eq!([1, 128, 4096].map(|t| combine(&eight, t)), [(4, 256, 28, 1), (896, 64, 14, 2), (14336, 64, 7, 2)]);
         assert_eq!(Class::ALL.map(|class| two.mapping(class).stream), [false, false, true]);
         assert_eq!(Class::ALL.map(|class| eight.mapping(class).max_group), [8, 8, 8]);
+        assert_eq!([&two, &eight].map(|c| Class::ALL.map(|class| c.waits_before(class))), [[false, false, true], [false, true, true]]);
+        let alone = Tuning { measure: Measure { skip_signals: true, ..Measure::default() }, ..Tuning::default() };
+        assert!(Class::ALL.iter().all(|class| !choice(&base(), 8, alone).waits_before(*class)));
     }
 
     #[test]
