@@ -75,8 +75,6 @@ fn fastest(stream: &Stream, world: &World, mut call: impl FnMut() -> Result<()>)
 fn launches() -> Outcome {
     for ranks in [1, 2, 8] {
         for (num_launches, config) in configs() {
-            // A kernel that waits before the one that sums.
-            let num_launches = num_launches + usize::from(ranks > 2 && config.mode == Mode::Throughput);
             let work = |world: World| -> Result<(f64, f64)> {
                 let mut rig = Rig::new(&world, &config, Options::default())?;
                 let stream = rig.stream.clone();

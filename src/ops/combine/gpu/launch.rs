@@ -84,7 +84,8 @@ impl Receive {
 /// # Errors
 /// `Unsupported` for a sum that it was made without.
 pub(crate) fn check(ctx: &Ctx, call: &Receive) -> Result<()> {
-    ctx.kernels.combine.combine(Class::of(call.tokens.likely), call.adds(), call.folded.is_some()).map(|_| ())
+    let kernels = &ctx.kernels.combine;
+    kernels.combine(kernels.choice.class_of(call.tokens.likely), call.adds(), call.folded.is_some()).map(|_| ())
 }
 
 /// As [`check`], for the first half.
@@ -112,7 +113,7 @@ pub(crate) fn combine_send(ctx: &Ctx, call: &Send) -> Result<()> {
 /// The second half of a combine, which says once more that rows may be read: by a kernel of its own, which waits, or by the one that sums.
 pub(crate) fn combine_receive(ctx: &Ctx, call: &Receive) -> Result<()> {
     let kernels = &ctx.kernels.combine;
-    let class = Class::of(call.tokens.likely);
+    let class = kernels.choice.class_of(call.tokens.likely);
     let (r, regions) = (&ctx.layout.routing, &ctx.layout.regions);
     let at = |offset: usize| call.routing + offset as u64;
     let kernel = kernels.combine(class, call.adds(), call.folded.is_some())?;

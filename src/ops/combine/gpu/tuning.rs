@@ -113,8 +113,23 @@ impl Choice {
         self.row.sums || self.row.is_converted()
     }
 
+    /// Most tokens of the middle class. Measured: every block waits itself, or one before them (us) at 2 ranks: 128 tokens 4.4, 5.4; 512: 18.6, 15.4; at 8
+    /// ranks, of which few blocks each may wait at once: 32 tokens 7.8, 9.1; 128: 34.5, 30.8. The bounds between are arbitrary.
+    fn most_some(&self) -> u32 {
+        match self.ranks_on_device {
+            _ if self.phase().sms.is_some() => Class::Some.most(),
+            0..=2 => 256,
+            _ => 64,
+        }
+    }
+
+    /// The kernels of the sums of so many tokens.
+    pub fn class_of(&self, num_tokens: u32) -> Class {
+        Class::within(num_tokens, self.most_some())
+    }
+
     fn reachable(&self, class: Class) -> Class {
-        class.min(Class::of(self.max_tokens))
+        class.min(self.class_of(self.max_tokens))
     }
 
     pub fn mapping(&self, class: Class) -> Mapping {
@@ -124,17 +139,13 @@ impl Choice {
         let class = self.reachable(class);
         // Few blocks are to do it all, and wait themselves.
         let few_sms = self.phase().sms.is_some();
-        let waits_before = match class {
-            _ if few_sms => false,
-            Class::Few => false,
-            // So many ranks share the device that few blocks of each may wait at once.
-            Class::Some => self.ranks_on_device > 2,
-            // A block for each two parts: new blocks take the places of those that end, and all of the device is busy to the end.
-            Class::Many => true,
-        };
+        // Of many, a block for each two parts: new ones take the places of those that end, and all of the device is busy to the end.
+        let waits_before = class == Class::Many && !few_sms;
         let chosen = match class {
             _ if few_sms => 512,
             _ if waits_before => 64,
+            // So many ranks share the device that few blocks of each may wait at once.
+            Class::Some if self.ranks_on_device > 2 => 512,
             Class::Few if self.is_small_world() => 512,
             Class::Few | Class::Some | Class::Many => 256,
         };
@@ -142,7 +153,6 @@ impl Choice {
         let groups = self.row.num_vectors().div_ceil(LANES);
         let (parts, unroll) = match class {
             Class::Few => (groups, 1),
-            Class::Some if waits_before => (14, 2),
             Class::Some if self.is_small_world() => (7, 2),
             Class::Some => (7, 1),
             Class::Many if few_sms => (1, 2),
@@ -267,7 +277,7 @@ impl Loaded {
     pub fn load(device: &Device, c: &Config, p: &Plan, ranks_on_device: u32, tuning: Tuning) -> Result<Self> {
         let choice = Choice::new(c, p, ranks_on_device, tuning);
         let key = Key::new(TablePhase::Combine, c, p, choice.ranks_on_device, tuning.combine.sms);
-        let choice = Choice { measured: Measured::find(&device.properties().name, &key), ..choice }.settle();
+        let choice = Choice { measured: Measured::within(&device.properties().name, &key, choice.most_some()), ..choice }.settle();
         // All at once first; what follows finds them loaded.
         choice.all().into_par_iter().try_for_each(|spec| KERNELS.load(device, spec).map(|_| ()))?;
         fn of<P>(device: &Device, choice: &Choice, spec: Spec) -> Result<shape::Loaded<P>> {
@@ -333,7 +343,8 @@ impl Loaded {
                 continue;
             }
             for kernel in self.combine[class as usize].iter().flatten().flatten() {
-                let blocks = self.combine_blocks(Tokens::exactly(class.most()), class, kernel);
+                let most = if class == Class::Some { self.choice.most_some() } else { class.most() };
+                let blocks = self.combine_blocks(Tokens::exactly(most), class, kernel);
                 // Another number of tokens of a table may have more.
                 let measured =
                     if self.choice.phase().geometry.is_some() { 1 } else { self.choice.within(self.choice.measured.most_blocks(class)) };
@@ -345,7 +356,7 @@ impl Loaded {
 
     /// How the kernel that sums is launched for a call of so many tokens.
     pub fn launches(&self, num_tokens: u32) -> Launch {
-        let class = Class::of(num_tokens);
+        let class = self.choice.class_of(num_tokens);
         let Mapping { threads, split, .. } = self.choice.mapping(class);
         let tokens = Tokens::exactly(num_tokens);
         let kernel = self.combine[class as usize].iter().flatten().flatten().next();
@@ -387,7 +398,7 @@ mod tests {
 
     /// Blocks, threads, parts, vectors at a time.
     fn combine(c: &Choice, num_tokens: u32) -> (u32, u32, u16, u16) {
-        let class = Class::of(num_tokens);
+        let class = c.class_of(num_tokens);
         let Mapping { threads, split, .. } = c.mapping(class);
         (c.combine_blocks(Tokens::exactly(num_tokens), class), threads, split.parts, split.unroll)
     }
@@ -396,10 +407,11 @@ mod tests {
     fn what_was_measured_best() {
         let (two, eight) = (choice(&base(), 2, Tuning::default()), choice(&base(), 8, Tuning::default()));
         assert_eq!([0, 1, 128, 4096].map(|t| combine(&two, t)), [(1, 512, 28, 1), (2, 512, 28, 1), (112, 256, 7, 2), (14336, 64, 7, 2)]);
-        assert_eq!([1, 128, 4096].map(|t| combine(&eight, t)), [(4, 256, 28, 1), (896, 64, 14, 2), (14336, 64, 7, 2)]);
+        assert_eq!([1, 128, 4096].map(|t| combine(&eight, t)), [(4, 256, 28, 1), (448, 64, 7, 2), (14336, 64, 7, 2)]);
         assert_eq!(Class::ALL.map(|class| two.mapping(class).stream), [false, false, true]);
         assert_eq!(Class::ALL.map(|class| eight.mapping(class).max_group), [8, 8, 8]);
-        assert_eq!([&two, &eight].map(|c| Class::ALL.map(|class| c.waits_before(class))), [[false, false, true], [false, true, true]]);
+        assert_eq!([256, 257].map(|t| two.waits_before(two.class_of(t))), [false, true]);
+        assert_eq!([64, 65].map(|t| eight.waits_before(eight.class_of(t))), [false, true]);
         let alone = Tuning { measure: Measure { skip_signals: true, ..Measure::default() }, ..Tuning::default() };
         assert!(Class::ALL.iter().all(|class| !choice(&base(), 8, alone).waits_before(*class)));
     }
