@@ -166,12 +166,21 @@ fn add(known: &mut Known, table: &Table) {
 
 /// What a table says of one phase of an object.
 #[derive(Debug, Clone, Copy, Default)]
-pub(crate) struct Measured(&'static [(u32, u32, u32)]);
+pub(crate) struct Measured {
+    rows: &'static [(u32, u32, u32)],
+    /// Most tokens of the middle class.
+    most_some: u32,
+}
 
 impl Measured {
     /// Of a GPU of this model.
     pub fn find(gpu: &str, key: &Key) -> Self {
-        Measured(lock(known()).get(&(gpu.to_owned(), key.clone())).copied().unwrap_or(&[]))
+        Self::within(gpu, key, Class::Some.most())
+    }
+
+    /// As [`find`](Self::find), of a phase whose middle class ends at `most_some` tokens.
+    pub fn within(gpu: &str, key: &Key, most_some: u32) -> Self {
+        Measured { rows: lock(known()).get(&(gpu.to_owned(), key.clone())).copied().unwrap_or(&[]), most_some }
     }
 
     /// Threads of a block, for a class of calls: of the row nearest to the number of tokens that stands for it.
@@ -196,7 +205,8 @@ impl Measured {
     }
 
     fn of_class(&self, class: Class) -> impl Iterator<Item = &'static (u32, u32, u32)> + use<> {
-        self.0.iter().filter(move |(tokens, ..)| Class::of(*tokens) == class)
+        let most_some = self.most_some;
+        self.rows.iter().filter(move |(tokens, ..)| Class::within(*tokens, most_some) == class)
     }
 }
 
@@ -293,6 +303,10 @@ mod tests {
             [None, Some(8), Some(240), Some(151), Some(586), Some(411), Some(19532)]
         );
         assert_eq!(Class::ALL.map(|class| found.most_blocks(class)), [0, 240, 1_258_291_200]);
+        // Where the middle class ends before them, 128 tokens are many.
+        let found = Measured::within("a made-up GPU", &key(7168), 64);
+        assert_eq!(Class::ALL.map(|class| found.threads(class)), [None, None, Some(256)]);
+        assert_eq!(found.blocks(128, Class::Many), Some(38));
         // Another GPU, another shape.
         assert_eq!(Measured::find("NVIDIA H100", &key(7168)).threads(Class::Many), None);
         assert_eq!(Measured::find("a made-up GPU", &key(4096)).threads(Class::Many), None);

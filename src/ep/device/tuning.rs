@@ -186,9 +186,14 @@ impl Class {
 
     /// Measured (one H200, 7168 bf16, top-8 of 256) at 1, 128 and 4096 tokens; the bounds between them are arbitrary.
     pub fn of(num_tokens: u32) -> Self {
+        Self::within(num_tokens, Class::Some.most())
+    }
+
+    /// The same where the middle class ends at `most_some` tokens.
+    pub fn within(num_tokens: u32, most_some: u32) -> Self {
         match num_tokens {
             0..=16 => Class::Few,
-            17..=512 => Class::Some,
+            _ if num_tokens <= most_some => Class::Some,
             _ => Class::Many,
         }
     }
@@ -309,6 +314,7 @@ mod tests {
             use Class::*;
             [Few, Few, Few, Some, Some, Many, Many]
         });
+        assert_eq!([16, 64, 65].map(|num_tokens| Class::within(num_tokens, 64)), [Class::Few, Class::Some, Class::Many]);
         assert_eq!(Class::ALL.map(|class| class as usize), [0, 1, 2]);
         assert_eq!((registers(256), registers(512), registers(1024), blocks_for(0, 256), blocks_for(9, 256)), (255, 128, 64, 1, 2));
     }

@@ -10,6 +10,16 @@ DEVICE void store16_streaming(void* at, Vec16 v) {
 #endif
 }
 
+// What is written for somebody else, past the first-level cache.
+DEVICE void store16_once(void* at, Vec16 v) {
+#if PLATFORM_AMD
+    typedef u32 Native __attribute__((ext_vector_type(4)));
+    __builtin_nontemporal_store(__builtin_bit_cast(Native, v), (Native*)at);
+#else
+    asm volatile("st.global.L1::no_allocate.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(at), "r"(v.word[0]), "r"(v.word[1]), "r"(v.word[2]), "r"(v.word[3]) : "memory");
+#endif
+}
+
 // What is read once and by nobody after: past the first-level cache, first to leave the second.
 DEVICE Vec16 load16_streaming(const void* at) {
 #if PLATFORM_AMD

@@ -2,10 +2,10 @@
 //            experts, ascending (weighted: w * v, then fma); oracle::combine. With FOLDS also the weights of its routes, from their rows.
 // Layout     every rank's rows at `rows_region`, WIRE_ROW_BYTES each; sent, records, rows, places, routing: as route.cu wrote them; out, add_to:
 //            [T, HIDDEN], 16-byte rows.
-// Work       a warp takes a part of a token, UNROLL vectors of the result a lane, from up to GROUP rows at a time. Every block waits, so the grid runs
-//            at once: the registry of the device sees to it.
+// Work       a warp takes a part of a token, UNROLL vectors of the result a lane, from up to GROUP rows at a time. WITH_SIGNALS every block waits, so the
+//            grid runs at once: the registry of the device sees to it. Without, send.cu has waited, and any grid will do.
 // Shared     the epoch.
-// Sync       ready: the last threads of block 0 release at entry, then store to each peer (9): the rows were complete when the kernel before this one
+// Sync       WITH_SIGNALS ready: the last threads of block 0 release at entry, then store to each peer (9): the rows were complete when the kernel before this one
 //            ended; every block polls, acquiring (10). Pairs with the same lines of every peer.
 // Requires   the arrival of bank `me.bank` was filled and not combined since.
 
@@ -163,7 +163,7 @@ DEVICE void fold(const CombineParameters& p, const LaneRanks& ranks, u32 token, 
 }
 
 DEVICE void store_result(char* at, Vec16 v) {
-    STREAM ? store16_streaming(at, v) : store16(at, v);
+    STREAM ? store16_once(at, v) : store16(at, v);
 }
 
 KERNEL_UNROUNDED(THREADS) combine(PARAMETERS(CombineParameters) p) {

@@ -84,7 +84,8 @@ impl Receive {
 /// # Errors
 /// `Unsupported` for a sum that it was made without.
 pub(crate) fn check(ctx: &Ctx, call: &Receive) -> Result<()> {
-    ctx.kernels.combine.combine(Class::of(call.tokens.likely), call.adds(), call.folded.is_some()).map(|_| ())
+    let kernels = &ctx.kernels.combine;
+    kernels.combine(kernels.choice.class_of(call.tokens.likely), call.adds(), call.folded.is_some()).map(|_| ())
 }
 
 /// As [`check`], for the first half.
@@ -101,16 +102,24 @@ pub(crate) fn combine(ctx: &Ctx, send: &Send, receive: &Receive) -> Result<()> {
 /// The first half of a combine.
 pub(crate) fn combine_send(ctx: &Ctx, call: &Send) -> Result<()> {
     prepare(ctx, call)?;
-    queue(ctx, ctx.kernels.combine.send()?, 1, &SendParameters { me: *ctx.me(call.bank) })
+    queue(
+        ctx,
+        ctx.kernels.combine.send()?,
+        1,
+        &SendParameters { counts: call.routing + ctx.layout.routing.counts as u64, me: *ctx.me(call.bank) },
+    )
 }
 
-/// The second half of a combine, which says once more that rows may be read.
+/// The second half of a combine, which says once more that rows may be read: by a kernel of its own, which waits, or by the one that sums.
 pub(crate) fn combine_receive(ctx: &Ctx, call: &Receive) -> Result<()> {
     let kernels = &ctx.kernels.combine;
-    let class = Class::of(call.tokens.likely);
+    let class = kernels.choice.class_of(call.tokens.likely);
     let (r, regions) = (&ctx.layout.routing, &ctx.layout.regions);
     let at = |offset: usize| call.routing + offset as u64;
     let kernel = kernels.combine(class, call.adds(), call.folded.is_some())?;
+    if let Some(wait) = kernels.wait(class) {
+        queue(ctx, wait, 1, &SendParameters { counts: at(r.counts), me: *ctx.me(call.bank) })?;
+    }
     let rows_region = if kernels.choice.row.is_converted() { regions.wire } else { regions.expert_output };
     let parameters = CombineParameters {
         routing: at(r.head),

@@ -26,6 +26,7 @@ pub(super) struct PrepareParameters {
 #[repr(C)]
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Pod, Zeroable)]
 pub(super) struct SendParameters {
+    pub counts: u64,
     pub me: RankParameters,
 }
 
@@ -55,7 +56,7 @@ pub(super) struct CombineParameters {
 const _: () = {
     use std::mem::offset_of;
     assert!(offset_of!(PrepareParameters, me) == 88);
-    assert!(offset_of!(SendParameters, me) == 0);
+    assert!(offset_of!(SendParameters, me) == 8);
     assert!(offset_of!(CombineParameters, me) == 120);
 };
 
@@ -76,6 +77,9 @@ mod tests {
         assert_same_fields(text, "CombineParameters", &format!("{:#?}", CombineParameters::zeroed()), &["max_rows", "max_tokens"]);
         let size = offset_of!(CombineParameters, me);
         assert!(text.contains(&format!("static_assert(sizeof(CombineParameters) == {size} + sizeof(Rank),")));
-        assert_same_fields(include_str!("../send.cu"), "SendParameters", &format!("{:#?}", SendParameters::zeroed()), &[]);
+        let text = include_str!("../send.cu");
+        assert_same_fields(text, "SendParameters", &format!("{:#?}", SendParameters::zeroed()), &[]);
+        let size = offset_of!(SendParameters, me);
+        assert!(text.contains(&format!("static_assert(sizeof(SendParameters) == {size} + sizeof(Rank),")));
     }
 }

@@ -29,7 +29,10 @@ pub(crate) enum Kind {
         parts: u16,
         with_rows: bool,
     },
-    Send,
+    /// Says that rows are ready; with `waits` also waits until those of the peers are.
+    Send {
+        waits: bool,
+    },
     Combine {
         row: Row,
         add: Add,
@@ -46,7 +49,7 @@ impl Kind {
     pub fn uses(&self, shape: &Shape) -> Uses {
         match self {
             Kind::Prepare { row, .. } => Uses { k: row.sums, ..Uses::NOTHING },
-            Kind::Send => Uses { words: true, ..Uses::NOTHING },
+            Kind::Send { .. } => Uses { words: true, ..Uses::NOTHING },
             // By token only weights that are folded back ask for the owner of a route.
             Kind::Combine { folds, .. } => {
                 let owners = shape.is_by_expert() || *folds;
@@ -182,7 +185,10 @@ impl crate::gpu::Spec for Spec {
                 let rows = if with_rows { "" } else { ", weights only" };
                 ("prepare", PREPARE, format!(", {}{sums}, {parts} parts{rows}", row.text()), 128)
             }
-            Kind::Send => ("send", SEND, String::new(), 40),
+            Kind::Send { waits } => {
+                constants.push(Constant::Bool("WAITS", waits));
+                ("send", SEND, if waits { ", waits".into() } else { String::new() }, 40)
+            }
             Kind::Combine { row, add, folds, split, max_group, stream, with_signals } => {
                 let each_route = shape.is_by_expert() && !row.sums;
                 constants.extend(row.constants());
@@ -248,7 +254,7 @@ pub(crate) fn shipped() -> Vec<Spec> {
     add(base(), 2, &|c| vec![plain(c, Class::Some), plain(c, Class::Many)]);
     add(base(), 8, &|c| Class::ALL.map(|class| plain(c, class)).to_vec());
     add(base(), 8, &|c| vec![c.combine(Class::Some, Add::Value, false), c.combine(Class::Many, Add::F32, false)]);
-    add(base(), 8, &|c| vec![c.send(), c.prepare(Class::Many, true)]);
+    add(base(), 8, &|c| vec![c.send(false), c.send(true), c.prepare(Class::Many, true)]);
     add(Config { wire: Wire::Fp8Direct, ..base() }, 8, &prepared);
     add(Config { wire: Wire::Fp8Block, ..base() }, 8, &|c| {
         vec![c.prepare(Class::Some, true), c.prepare(Class::Many, true), plain(c, Class::Many)]

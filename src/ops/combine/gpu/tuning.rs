@@ -35,6 +35,8 @@ pub(super) struct Choice {
     pub tuning: Tuning,
     /// What a table says of this GPU.
     pub measured: Measured,
+    /// By class, once all of the above is known: a call need not find them again (measured: half of the host's time of a call).
+    pub settled: Option<[Mapping; 3]>,
 }
 
 /// Threads of a block, the split of a row of the result, rows at a time.
@@ -44,6 +46,8 @@ pub(super) struct Mapping {
     pub split: Split,
     pub max_group: u32,
     pub stream: bool,
+    /// A kernel of one block waits for the peers, and the one that sums starts behind it: a launch more, but then its blocks need not all run at once.
+    pub waits_before: bool,
 }
 
 impl Choice {
@@ -57,7 +61,13 @@ impl Choice {
             ranks_on_device,
             tuning,
             measured: Measured::default(),
+            settled: None,
         }
+    }
+
+    /// The same, with its mappings found.
+    pub fn settle(self) -> Self {
+        Choice { settled: Some(Class::ALL.map(|class| self.mapping(class))), ..self }
     }
 
     fn phase(&self) -> PhaseTuning {
@@ -103,19 +113,41 @@ impl Choice {
         self.row.sums || self.row.is_converted()
     }
 
+    /// Most tokens of the middle class. Measured: every block waits itself, or one before them (us) at 2 ranks: 128 tokens 4.4, 5.4; 512: 18.6, 15.4; at 8
+    /// ranks, of which few blocks each may wait at once: 32 tokens 7.8, 9.1; 128: 34.5, 30.8. The bounds between are arbitrary.
+    fn most_some(&self) -> u32 {
+        match self.ranks_on_device {
+            _ if self.phase().sms.is_some() => Class::Some.most(),
+            0..=2 => 256,
+            _ => 64,
+        }
+    }
+
+    /// The kernels of the sums of so many tokens.
+    pub fn class_of(&self, num_tokens: u32) -> Class {
+        Class::within(num_tokens, self.most_some())
+    }
+
     fn reachable(&self, class: Class) -> Class {
-        class.min(Class::of(self.max_tokens))
+        class.min(self.class_of(self.max_tokens))
     }
 
     pub fn mapping(&self, class: Class) -> Mapping {
+        if let Some(settled) = &self.settled {
+            return settled[class as usize];
+        }
         let class = self.reachable(class);
+        // Few blocks are to do it all, and wait themselves.
+        let few_sms = self.phase().sms.is_some();
+        // Of many, a block for each two parts: new ones take the places of those that end, and all of the device is busy to the end.
+        let waits_before = class == Class::Many && !few_sms;
         let chosen = match class {
-            _ if self.phase().sms.is_some() => 512,
-            Class::Few if self.is_small_world() => 512,
+            _ if few_sms => 512,
+            _ if waits_before => 64,
             // So many ranks share the device that few blocks of each may wait at once.
             Class::Some if self.ranks_on_device > 2 => 512,
-            Class::Few | Class::Some => 256,
-            Class::Many => 512,
+            Class::Few if self.is_small_world() => 512,
+            Class::Few | Class::Some | Class::Many => 256,
         };
         let threads = self.threads(class, chosen);
         let groups = self.row.num_vectors().div_ceil(LANES);
@@ -123,7 +155,8 @@ impl Choice {
             Class::Few => (groups, 1),
             Class::Some if self.is_small_world() => (7, 2),
             Class::Some => (7, 1),
-            Class::Many => (1, 2),
+            Class::Many if few_sms => (1, 2),
+            Class::Many => (7, 2),
         };
         // Words of rows in flight, as registers hold them beside what else a thread keeps (derived: 48 registers; at most what was measured).
         let words = registers(threads).saturating_sub(48).clamp(4, 64);
@@ -131,15 +164,20 @@ impl Choice {
         let max_group = (words / piece).clamp(1, MOST_GROUP);
         let unroll = unroll.min(words / (piece * max_group.min(self.most_terms()))).max(1);
         let split = Split::new(self.row.num_vectors(), parts, unroll, 1);
-        Mapping { threads, split, max_group, stream: class == Class::Many }
+        Mapping { threads, split, max_group, stream: class == Class::Many, waits_before }
     }
 
     pub fn combine(&self, class: Class, add: Add, folds: bool) -> Spec {
-        let Mapping { threads, split, max_group, stream } = self.mapping(class);
-        let (row, with_signals) = (self.row, !self.tuning.measure.skip_signals);
+        let Mapping { threads, split, max_group, stream, waits_before } = self.mapping(class);
+        let (row, with_signals) = (self.row, !waits_before && !self.tuning.measure.skip_signals);
         // What is only of `prepare` does not make another kernel.
         let row = if row.sums { Row { weighted: false, ..row } } else { row };
         self.spec(threads, Kind::Combine { row, add, folds, split, max_group: max_group as u16, stream, with_signals })
+    }
+
+    /// Whether a kernel that waits stands before the one that sums.
+    pub fn waits_before(&self, class: Class) -> bool {
+        self.mapping(class).waits_before && !self.tuning.measure.skip_signals
     }
 
     fn prepare_parts(&self, class: Class) -> u32 {
@@ -155,8 +193,8 @@ impl Choice {
         self.spec(256, Kind::Prepare { row, parts: parts as u16, with_rows })
     }
 
-    pub fn send(&self) -> Spec {
-        self.spec(64, Kind::Send) // 64: a thread for each rank
+    pub fn send(&self, waits: bool) -> Spec {
+        self.spec(64, Kind::Send { waits }) // 64: a thread for each rank
     }
 
     fn within(&self, blocks: u32) -> u32 {
@@ -181,7 +219,10 @@ impl Choice {
         if !self.tuning.sums.are_any() {
             return Vec::new();
         }
-        let mut all = vec![self.send()];
+        let mut all = vec![self.send(false)];
+        if Class::ALL.iter().any(|class| self.waits_before(*class)) {
+            all.push(self.send(true));
+        }
         for class in Class::ALL {
             all.push(self.prepare(class, true));
             for (add, folds) in self.results() {
@@ -212,7 +253,8 @@ impl Choice {
 
 /// Every kernel that a combine of this configuration may choose, whatever the device.
 pub(crate) fn programs(c: &Config, p: &Plan, tuning: Tuning) -> Vec<Program> {
-    Choice::new(c, p, 1, tuning).all().iter().map(crate::gpu::Spec::program).collect()
+    let of = |ranks_on_device: u32| Choice::new(c, p, ranks_on_device, tuning).all();
+    without_repeats(of(1).into_iter().chain(of(p.world as u32)).collect()).iter().map(crate::gpu::Spec::program).collect()
 }
 
 /// The kernels of an object's combines, loaded.
@@ -224,6 +266,8 @@ pub(crate) struct Loaded {
     /// Weights alone.
     pub(super) fold: Option<shape::Loaded<PrepareParameters>>,
     send: Option<shape::Loaded<SendParameters>>,
+    /// The kernel that waits before the one that sums, where there is one.
+    wait: Option<shape::Loaded<SendParameters>>,
     /// By class, by what is added, by whether weights are folded back; those that no call may ask for are missing.
     combine: [[[Option<shape::Loaded<CombineParameters>>; 2]; 3]; 3],
     most_waiting: u32,
@@ -233,7 +277,7 @@ impl Loaded {
     pub fn load(device: &Device, c: &Config, p: &Plan, ranks_on_device: u32, tuning: Tuning) -> Result<Self> {
         let choice = Choice::new(c, p, ranks_on_device, tuning);
         let key = Key::new(TablePhase::Combine, c, p, choice.ranks_on_device, tuning.combine.sms);
-        let choice = Choice { measured: Measured::find(&device.properties().name, &key), ..choice };
+        let choice = Choice { measured: Measured::within(&device.properties().name, &key, choice.most_some()), ..choice }.settle();
         // All at once first; what follows finds them loaded.
         choice.all().into_par_iter().try_for_each(|spec| KERNELS.load(device, spec).map(|_| ()))?;
         fn of<P>(device: &Device, choice: &Choice, spec: Spec) -> Result<shape::Loaded<P>> {
@@ -251,7 +295,12 @@ impl Loaded {
         Ok(Loaded {
             prepare: if combines { Some([prepare(few)?, prepare(some)?, prepare(many)?]) } else { None },
             fold: if combines && choice.has_fold { Some(of(device, &choice, choice.prepare(few, false))?) } else { None },
-            send: if combines { Some(of(device, &choice, choice.send())?) } else { None },
+            send: if combines { Some(of(device, &choice, choice.send(false))?) } else { None },
+            wait: if combines && Class::ALL.iter().any(|class| choice.waits_before(*class)) {
+                Some(of(device, &choice, choice.send(true))?)
+            } else {
+                None
+            },
             combine,
             most_waiting: u32::MAX,
             choice,
@@ -268,6 +317,11 @@ impl Loaded {
         self.send.as_ref().ok_or_else(|| self.missing())
     }
 
+    /// What is launched before the kernel that sums, if that does not wait itself.
+    pub(super) fn wait(&self, class: Class) -> Option<&shape::Loaded<SendParameters>> {
+        self.wait.as_ref().filter(|_| self.choice.waits_before(class))
+    }
+
     pub(super) fn combine(&self, class: Class, add: Add, folds: bool) -> Result<&shape::Loaded<CombineParameters>> {
         let add = if self.choice.row.value == DType::F32 && add == Add::F32 { Add::Value } else { add };
         self.combine[class as usize][add as usize][usize::from(folds)].as_ref().ok_or_else(|| self.missing())
@@ -281,9 +335,16 @@ impl Loaded {
     /// The grids whose blocks wait for peers.
     pub fn waiting(&self, device: &Device) -> Result<Vec<Waiting>> {
         let mut all = Vec::new();
+        if let Some(wait) = &self.wait {
+            all.push(wait.waiting(device, "send", 1)?);
+        }
         for class in Class::ALL {
+            if self.choice.mapping(class).waits_before {
+                continue;
+            }
             for kernel in self.combine[class as usize].iter().flatten().flatten() {
-                let blocks = self.combine_blocks(Tokens::exactly(class.most()), class, kernel);
+                let most = if class == Class::Some { self.choice.most_some() } else { class.most() };
+                let blocks = self.combine_blocks(Tokens::exactly(most), class, kernel);
                 // Another number of tokens of a table may have more.
                 let measured =
                     if self.choice.phase().geometry.is_some() { 1 } else { self.choice.within(self.choice.measured.most_blocks(class)) };
@@ -295,7 +356,7 @@ impl Loaded {
 
     /// How the kernel that sums is launched for a call of so many tokens.
     pub fn launches(&self, num_tokens: u32) -> Launch {
-        let class = Class::of(num_tokens);
+        let class = self.choice.class_of(num_tokens);
         let Mapping { threads, split, .. } = self.choice.mapping(class);
         let tokens = Tokens::exactly(num_tokens);
         let kernel = self.combine[class as usize].iter().flatten().flatten().next();
@@ -315,13 +376,15 @@ impl Loaded {
     }
 
     pub(super) fn combine_blocks(&self, tokens: Tokens, class: Class, kernel: &shape::Loaded<CombineParameters>) -> u32 {
-        self.choice.combine_blocks(tokens, class).min(kernel.most_blocks).min(self.most_waiting)
+        let blocks = self.choice.combine_blocks(tokens, class);
+        if self.choice.mapping(class).waits_before { blocks } else { blocks.min(kernel.most_blocks).min(self.most_waiting) }
     }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::ep::device::tuning::Measure;
     use crate::ep::{Layout, Reduce, Wire};
 
     fn base() -> Config {
@@ -335,7 +398,7 @@ mod tests {
 
     /// Blocks, threads, parts, vectors at a time.
     fn combine(c: &Choice, num_tokens: u32) -> (u32, u32, u16, u16) {
-        let class = Class::of(num_tokens);
+        let class = c.class_of(num_tokens);
         let Mapping { threads, split, .. } = c.mapping(class);
         (c.combine_blocks(Tokens::exactly(num_tokens), class), threads, split.parts, split.unroll)
     }
@@ -343,11 +406,14 @@ mod tests {
     #[test]
     fn what_was_measured_best() {
         let (two, eight) = (choice(&base(), 2, Tuning::default()), choice(&base(), 8, Tuning::default()));
-        // At 4096 tokens as many blocks as run at once.
-        assert_eq!([0, 1, 128, 4096].map(|t| combine(&two, t)), [(1, 512, 28, 1), (2, 512, 28, 1), (112, 256, 7, 2), (256, 512, 1, 2)]);
-        assert_eq!([1, 128, 4096].map(|t| combine(&eight, t)), [(4, 256, 28, 1), (56, 512, 7, 1), (256, 512, 1, 2)]);
+        assert_eq!([0, 1, 128, 4096].map(|t| combine(&two, t)), [(1, 512, 28, 1), (2, 512, 28, 1), (112, 256, 7, 2), (14336, 64, 7, 2)]);
+        assert_eq!([1, 128, 4096].map(|t| combine(&eight, t)), [(4, 256, 28, 1), (448, 64, 7, 2), (14336, 64, 7, 2)]);
         assert_eq!(Class::ALL.map(|class| two.mapping(class).stream), [false, false, true]);
         assert_eq!(Class::ALL.map(|class| eight.mapping(class).max_group), [8, 8, 8]);
+        assert_eq!([256, 257].map(|t| two.waits_before(two.class_of(t))), [false, true]);
+        assert_eq!([64, 65].map(|t| eight.waits_before(eight.class_of(t))), [false, true]);
+        let alone = Tuning { measure: Measure { skip_signals: true, ..Measure::default() }, ..Tuning::default() };
+        assert!(Class::ALL.iter().all(|class| !choice(&base(), 8, alone).waits_before(*class)));
     }
 
     #[test]

@@ -45,6 +45,15 @@ pub(super) struct Choice {
     pub tuning: Tuning,
     /// What a table says of this GPU.
     pub measured: Measured,
+    /// Once all of the above is known: a call need not find them again (measured: half of the host's time of a call).
+    settled: Option<Settled>,
+}
+
+/// Mappings by class.
+#[derive(Debug, Clone, Copy)]
+struct Settled {
+    payload: [Mapping; 3],
+    arrange: [Mapping; 3],
 }
 
 /// Threads of a block and the split of a row.
@@ -70,7 +79,14 @@ impl Choice {
             num_sms,
             tuning,
             measured: Measured::default(),
+            settled: None,
         }
+    }
+
+    /// The same, with its mappings found.
+    fn settle(self) -> Self {
+        let [payload, arrange] = [Choice::payload_mapping, Choice::arrange_mapping].map(|of| Class::ALL.map(|class| of(&self, class)));
+        Choice { settled: Some(Settled { payload, arrange }), ..self }
     }
 
     fn phase(&self) -> PhaseTuning {
@@ -141,6 +157,9 @@ impl Choice {
     }
 
     pub fn payload_mapping(&self, class: Class) -> Mapping {
+        if let Some(settled) = &self.settled {
+            return settled.payload[class as usize];
+        }
         let class = self.reachable(class);
         let chosen = match class {
             Class::Some if !self.is_small_world() => 512,
@@ -177,6 +196,9 @@ impl Choice {
     }
 
     pub fn arrange_mapping(&self, class: Class) -> Mapping {
+        if let Some(settled) = &self.settled {
+            return settled.arrange[class as usize];
+        }
         let class = self.reachable(class);
         let parts = if class == Class::Many { 1 } else { 7 }; // arbitrary
         let row = Row { quantize: None, ..self.row };
@@ -264,7 +286,7 @@ impl Loaded {
     pub fn load(device: &Device, c: &Config, p: &Plan, layout: &DeviceLayout, ranks_on_device: u32, tuning: Tuning) -> Result<Self> {
         let choice = Choice::new(c, p, layout, (ranks_on_device, device.num_sms()), tuning);
         let key = Key::new(TablePhase::Dispatch, c, p, choice.ranks_on_device, tuning.dispatch.sms);
-        let choice = Choice { measured: Measured::find(&device.properties().name, &key), ..choice };
+        let choice = Choice { measured: Measured::find(&device.properties().name, &key), ..choice }.settle();
         // All at once first; what follows finds them loaded.
         choice.all().into_par_iter().try_for_each(|spec| KERNELS.load(device, spec).map(|_| ()))?;
         fn of<P>(device: &Device, choice: &Choice, spec: Spec) -> Result<shape::Loaded<P>> {
