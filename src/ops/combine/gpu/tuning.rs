@@ -2,11 +2,15 @@
 //! 256 (docs/ep-gpu.md); what lies between them follows the same rules.
 #![forbid(unsafe_code)]
 
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, Ordering};
+
 use rayon::prelude::*;
 
 use super::params::{CombineParameters, PrepareParameters, SendParameters};
 use super::spec::{Add, KERNELS, Kind, Row, Spec};
-use crate::ep::device::shape::{self, Shape, Waiting};
+use crate::ep::device::registry::Waiting;
+use crate::ep::device::shape::{self, Shape};
 use crate::ep::device::table::{Key, Measured, TablePhase};
 use crate::ep::device::tuning::{
     ChosenBy, Class, LANES, Launch, PhaseTuning, Split, Tokens, Tuning, blocks_for, registers, without_repeats,
@@ -226,7 +230,7 @@ pub(crate) struct Loaded {
     send: Option<shape::Loaded<SendParameters>>,
     /// By class, by what is added, by whether weights are folded back; those that no call may ask for are missing.
     combine: [[[Option<shape::Loaded<CombineParameters>>; 2]; 3]; 3],
-    most_waiting: u32,
+    most_waiting: Arc<AtomicU32>,
 }
 
 impl Loaded {
@@ -253,7 +257,7 @@ impl Loaded {
             fold: if combines && choice.has_fold { Some(of(device, &choice, choice.prepare(few, false))?) } else { None },
             send: if combines { Some(of(device, &choice, choice.send())?) } else { None },
             combine,
-            most_waiting: u32::MAX,
+            most_waiting: Arc::new(AtomicU32::new(u32::MAX)),
             choice,
         })
     }
@@ -280,14 +284,15 @@ impl Loaded {
 
     /// The grids whose blocks wait for peers.
     pub fn waiting(&self, device: &Device) -> Result<Vec<Waiting>> {
+        let is_fixed = self.choice.phase().geometry.is_some();
         let mut all = Vec::new();
         for class in Class::ALL {
             for kernel in self.combine[class as usize].iter().flatten().flatten() {
                 let blocks = self.combine_blocks(Tokens::exactly(class.most()), class, kernel);
                 // Another number of tokens of a table may have more.
-                let measured =
-                    if self.choice.phase().geometry.is_some() { 1 } else { self.choice.within(self.choice.measured.most_blocks(class)) };
-                all.push(kernel.waiting(device, "combine", blocks.max(measured.min(kernel.most_blocks).min(self.most_waiting)))?);
+                let measured = if is_fixed { 1 } else { self.choice.within(self.choice.measured.most_blocks(class)) };
+                let blocks = blocks.max(measured.min(kernel.most_blocks).min(self.most_waiting()));
+                all.push(kernel.waiting(device, "combine", blocks, is_fixed)?);
             }
         }
         Ok(all)
@@ -310,12 +315,19 @@ impl Loaded {
         }
     }
 
-    pub fn limit_waiting(&mut self, blocks: u32) {
-        self.most_waiting = blocks.max(1);
+    /// Unless the caller has said how many.
+    pub fn limit_waiting(&self, blocks: u32) {
+        if self.choice.phase().geometry.is_none() {
+            self.most_waiting.store(blocks.max(1), Ordering::Relaxed);
+        }
+    }
+
+    fn most_waiting(&self) -> u32 {
+        self.most_waiting.load(Ordering::Relaxed)
     }
 
     pub(super) fn combine_blocks(&self, tokens: Tokens, class: Class, kernel: &shape::Loaded<CombineParameters>) -> u32 {
-        self.choice.combine_blocks(tokens, class).min(kernel.most_blocks).min(self.most_waiting)
+        self.choice.combine_blocks(tokens, class).min(kernel.most_blocks).min(self.most_waiting())
     }
 }
 
