@@ -98,6 +98,21 @@
 // Where experts may write their rows, [max_rows, hidden] of the combine type: the only view that the caller may write.
 #define MOE_ARRIVAL_EXPERT_OUTPUT 8
 
+// `scale` is given; absent it is 1. Outputs of any type.
+#define MOE_SCALING_GIVEN 0
+
+// The scale follows from the matrix itself: the largest number of the output's type / max(amax, epsilon). Outputs of FP8.
+#define MOE_SCALING_CURRENT 1
+
+// The offsets were good.
+#define MOE_CAST_GOOD 0
+
+// The offsets do not start with 0, decrease, or end behind x.
+#define MOE_CAST_BAD_OFFSETS 1
+
+// An output is too short for the matrices with their padding.
+#define MOE_CAST_SHORT_OUTPUTS 2
+
 // One row per (token, rank), ordered by (source rank, token).
 #define MOE_LAYOUT_BY_TOKEN 0
 
@@ -267,6 +282,17 @@ typedef struct MoeDispatchInput {
   int64_t num_tokens;
 } MoeDispatchInput;
 
+// What a dispatch reports beside the arrival. All members may be null.
+typedef struct MoeDispatchOutputs {
+  // sizeof(MoeDispatchOutputs): later versions may add members at the end, for which 0 is the default.
+  size_t size;
+  // Running statistics, i64 [local experts] in the memory of the backend: the rows of each local expert are added.
+  const struct MoeTensor *expert_statistics;
+  // Receives the rows of each local expert, u32 [local experts] in host memory. On a GPU in the order of the stream, and the memory is page-locked, as that of
+  // cuMemHostAlloc.
+  const struct MoeTensor *counts_host;
+} MoeDispatchOutputs;
+
 // What one rank brings back.
 typedef struct MoeCombineInput {
   // sizeof(MoeCombineInput): later versions may add members at the end, for which 0 is the default.
@@ -289,7 +315,46 @@ typedef struct MoeCombineOutput {
   const struct MoeTensor *topk_weights;
 } MoeCombineOutput;
 
-// What all ranks must agree on. `moe_ep_config_init` sets the defaults; then change what is needed. All ranks use the same values, `timeout_ms` apart.
+// What all matrices of a cast have in common. `moe_cast_options_init` sets the defaults.
+typedef struct MoeCastOptions {
+  // sizeof(MoeCastOptions): later versions may add members at the end.
+  size_t size;
+  // Rows of each output are a multiple of this: 1 (the default), 16, 32 or 128.
+  size_t pad_rows;
+  // MOE_SCALING_GIVEN (the default) or MOE_SCALING_CURRENT.
+  int32_t scaling;
+  // MOE_SCALING_CURRENT: not 0 for powers of two only, rounded down. 0 by default.
+  int32_t power_of_two;
+  // MOE_SCALING_CURRENT: the least magnitude that counts. 0 by default.
+  float epsilon;
+  // Not 0: sets every amax to 0 first. 0 by default.
+  int32_t reset_amax;
+  // f32, i32 or u32 [1]: when it is not zero as the operation runs, nothing is written. May be null.
+  const struct MoeTensor *noop;
+} MoeCastOptions;
+
+// The tensors of one matrix, or of all matrices of a group: then [n] below is the number of matrices. All but x may be null, but not both of row and column.
+typedef struct MoeCastOperands {
+  // sizeof(MoeCastOperands): later versions may add members at the end, for which 0 is the default.
+  size_t size;
+  // [R, C] of f32, f16 or bf16, any row stride. Of a group: the rows of all matrices, [capacity, C].
+  const struct MoeTensor *x;
+  // f32 [n], for MOE_SCALING_GIVEN.
+  const struct MoeTensor *scale;
+  // [P, C], written: round(scale * x); P is R rounded up to `pad_rows`. Of a group: [capacity, C], matrix after matrix.
+  const struct MoeTensor *row;
+  // [C, P], written: the same, transposed. Of a group: [capacity * C], matrix i as a contiguous [C, P_i] behind those before it.
+  const struct MoeTensor *column;
+  // f32 [n], raised to the greatest |x| of each matrix.
+  const struct MoeTensor *amax;
+  // f32 [n], written: 1 / scale.
+  const struct MoeTensor *scale_inv;
+  // Of a group: u32 [1], written: a sum of MOE_CAST_*, what a GPU finds when it reads the offsets.
+  const struct MoeTensor *status;
+} MoeCastOperands;
+
+// What all ranks must agree on. `moe_ep_config_init` sets the defaults; then change what is needed. All ranks use the same values, but for `timeout_ms` and
+// the multiprocessors.
 typedef struct MoeEpConfig {
   // sizeof(MoeEpConfig): later versions may add members at the end.
   size_t size;
@@ -341,6 +406,10 @@ typedef struct MoeEpConfig {
   int32_t weighted;
   // Not 0: room to fold weights per row back to [T, K]. 0 by default.
   int32_t fold_weights;
+  // On a GPU: most multiprocessors that a dispatch occupies; 0 for no limit (the default). Need not be equal on all ranks.
+  uint32_t dispatch_sms;
+  // The same of a combine.
+  uint32_t combine_sms;
 } MoeEpConfig;
 
 // Bytes that an object of a configuration needs on each rank, known before anything is allocated.
@@ -401,6 +470,11 @@ int32_t moe_backend_cuda(uint32_t device,
                          void *stream,
                          struct MoeBackend **backend);
 
+// Of a GPU: whether kernels of calls and worlds made with the backend from now on are launched programmatically: a kernel may then start while the one before it
+// in the stream still ends, and waits for it before it reads what may change. Not 0 for yes; a new backend does not.
+int32_t moe_backend_set_programmatic(struct MoeBackend *backend,
+                                     int32_t programmatic);
+
 // Destroys a backend. Worlds and objects that were made with it stay as they are. Null is ignored.
 int32_t moe_backend_destroy(struct MoeBackend *backend);
 
@@ -431,9 +505,11 @@ int32_t moe_routing_destroy(struct MoeRouting *routing);
 // On the CPU the rows are there when it returns. On a GPU it returns when its kernels are queued; what only they find out (MOE_CAPACITY, MOE_MISMATCH, MOE_TIMEOUT,
 // MOE_POISONED) the next call on the object returns, or `moe_ep_synchronize`.
 // `*arrival` holds a bank of the object until combine takes it or it is destroyed; a dispatch that finds its bank held returns MOE_BUSY.
+// `outputs` may be null.
 int32_t moe_dispatch(struct MoeEp *ep,
                      struct MoeRouting *routing,
                      const struct MoeDispatchInput *input,
+                     const struct MoeDispatchOutputs *outputs,
                      struct MoeArrival **arrival);
 
 // The first half of `moe_dispatch`: counts and rows leave, nothing waits for rows. Collective.
@@ -442,8 +518,12 @@ int32_t moe_dispatch_send(struct MoeEp *ep,
                           const struct MoeDispatchInput *input,
                           struct MoeDispatchSent **sent);
 
-// The second half of `moe_dispatch`. `*sent` is gone and null afterwards, unless the call refused its arguments.
-int32_t moe_dispatch_receive(struct MoeEp *ep, struct MoeRouting *routing, struct MoeDispatchSent **sent, struct MoeArrival **arrival);
+// The second half of `moe_dispatch`. `*sent` is gone and null afterwards, unless the call refused its arguments. `outputs` may be null.
+int32_t moe_dispatch_receive(struct MoeEp *ep,
+                             struct MoeRouting *routing,
+                             struct MoeDispatchSent **sent,
+                             const struct MoeDispatchOutputs *outputs,
+                             struct MoeArrival **arrival);
 
 // The same routing with new rows: x [T, hidden], and scales when the configuration has them, otherwise null. Collective; otherwise as `moe_dispatch`.
 int32_t moe_replay(struct MoeEp *ep,
@@ -451,6 +531,32 @@ int32_t moe_replay(struct MoeEp *ep,
                    const struct MoeTensor *x,
                    const struct MoeTensor *scales,
                    struct MoeArrival **arrival);
+
+// The first half of `moe_replay`: counts and rows leave, nothing waits for rows. Collective.
+int32_t moe_replay_send(struct MoeEp *ep,
+                        const struct MoeRouting *routing,
+                        const struct MoeTensor *x,
+                        const struct MoeTensor *scales,
+                        struct MoeDispatchSent **sent);
+
+// The second half of `moe_replay`. `*sent` is gone and null afterwards, unless the call refused its arguments.
+int32_t moe_replay_receive(struct MoeEp *ep, const struct MoeRouting *routing, struct MoeDispatchSent **sent, struct MoeArrival **arrival);
+
+// MOE_LAYOUT_BY_TOKEN, for GEMMs that gather: `gather_idx` (i32 [n], written) gets the rows of each local expert, ascending, each segment padded with -1 to a
+// multiple of `align`; `segment_start` (u32 [local experts + 1], written) where they begin and, last, the end. What is behind the end stays.
+//
+// n is at least the end; on a GPU, whose host does not know the counts: max_rows * min(K, local experts) + local experts * (align - 1).
+int32_t moe_arrival_gather_idx(const struct MoeArrival *arrival,
+                               size_t align,
+                               const struct MoeTensor *gather_idx,
+                               const struct MoeTensor *segment_start);
+
+// Unpacks what the views of an arrival show strided: source i32 [rows, 2], topk_idx i32 [rows, row_k], topk_weights f32 [rows, row_k], written. `rows` is at
+// least the number of valid rows; on a GPU max_rows. What is behind the valid rows stays.
+int32_t moe_arrival_contiguous_metadata(const struct MoeArrival *arrival,
+                                        const struct MoeTensor *source,
+                                        const struct MoeTensor *topk_idx,
+                                        const struct MoeTensor *topk_weights);
 
 // A view of an arrival, one of MOE_ARRIVAL_*, in the memory of the backend. It is valid until the arrival is gone; on a GPU what it shows is there when the stream has
 // come to it. MOE_UNSUPPORTED for scales of a configuration without them.
@@ -491,6 +597,25 @@ int32_t moe_combine_receive(struct MoeEp *ep,
                             const struct MoeRouting *routing,
                             struct MoeCombineSent **sent,
                             const struct MoeCombineOutput *output);
+
+// Sets the defaults. `size` is sizeof(MoeCastOptions).
+int32_t moe_cast_options_init(struct MoeCastOptions *options, size_t size);
+
+// Casts every matrix of a list: each is read once and written row-major, transposed or both. All have the same types and the same outputs; shapes may
+// differ. `matrices` is an array of `num` structs of one size. `options` may be null. The host allocates a description of the list.
+int32_t moe_cast(const struct MoeBackend *backend,
+                 const struct MoeCastOperands *matrices,
+                 size_t num,
+                 const struct MoeCastOptions *options);
+
+// Casts the matrices of one buffer of rows: matrix i is the rows offsets[i] to offsets[i + 1] of x.
+//
+// `offsets`: i32 or i64 [n + 1], read when the operation runs: starts with 0, never decreases, ends within x. `options` may be null. On a GPU offsets that are not
+// so are told by `status`, and nothing else is written; on the CPU they are MOE_INVALID.
+int32_t moe_cast_grouped(const struct MoeBackend *backend,
+                         const struct MoeCastOperands *operands,
+                         const struct MoeTensor *offsets,
+                         const struct MoeCastOptions *options);
 
 // Sets a configuration to its defaults: MOE_LAYOUT_BY_TOKEN, worst-case capacity, no scales, throughput mode, one bank, plain sum. `size` is
 // sizeof(MoeEpConfig); `dtype` is that of x.

@@ -24,7 +24,7 @@ pub fn trials() -> Vec<Trial> {
         return trials;
     }
     trials.push(Trial::test("capi::the header compiles as C99 and as C++", header_compiles));
-    for example in ["gate", "dispatch"] {
+    for example in ["gate", "dispatch", "cast"] {
         trials.push(Trial::test(format!("capi::examples/{example}.c runs"), move || example_runs(example)));
     }
     trials
@@ -230,8 +230,21 @@ fn misuse_is_refused() -> Result<(), Failed> {
             expect(moe_ep_create(world.as_ref(), &bad, Some(&mut null_mut())), MOE_INVALID, words)?;
         }
         expect(moe_ep_set_stream(ep.as_mut(), null_mut()), MOE_UNSUPPORTED, "CPUs")?;
+        expect(moe_backend_set_programmatic(backend.as_mut(), 1), MOE_UNSUPPORTED, "CPU")?;
+        expect(moe_cast(b(), null(), 1, null()), MOE_INVALID, "MoeCastOperands")?;
+        expect(moe_cast(b(), null(), 0, null()), MOE_OK, "")?;
+        expect(moe_cast_grouped(b(), null(), Some(&x), null()), MOE_INVALID, "MoeCastOperands")?;
+        let mut cast = std::mem::zeroed::<MoeCastOperands>();
+        cast.size = size_of::<MoeCastOperands>();
+        expect(moe_cast(b(), &cast, 1, null()), MOE_INVALID, "x is null")?;
+        cast.x = &x;
+        expect(moe_cast(b(), &cast, 1, null()), MOE_INVALID, "matrices[0]")?;
+        let options = MoeCastOptions { size: size_of::<MoeCastOptions>(), scaling: 2, ..std::mem::zeroed() };
+        expect(moe_cast(b(), &cast, 1, &options), MOE_INVALID, "scaling is 2")?;
+        let (good, second) = (cast, MoeCastOperands { size: cast.size + 8, ..cast });
+        expect(moe_cast(b(), [good, second, good].as_ptr(), 2, null()), MOE_INVALID, "size of matrices[1] is 72")?;
         expect(moe_routing_create_in(ep.as_ref(), null_mut(), 0, Some(&mut null_mut())), MOE_INVALID, "memory is 0 bytes")?;
-        expect(moe_dispatch(ep.as_mut(), routing.as_mut(), null(), Some(&mut null_mut())), MOE_INVALID, "MoeDispatchInput")?;
+        expect(moe_dispatch(ep.as_mut(), routing.as_mut(), null(), null(), Some(&mut null_mut())), MOE_INVALID, "MoeDispatchInput")?;
         expect(moe_combine(ep.as_mut(), routing.as_ref(), None, null(), null()), MOE_INVALID, "MoeCombineInput")?;
         // Nothing is destroyed twice: what is null is nothing.
         expect(moe_routing_destroy(None), MOE_OK, "")?;
@@ -265,16 +278,22 @@ fn refused_calls_give_back() -> Result<(), Failed> {
     let output = |out| MoeCombineOutput { size: size_of::<MoeCombineOutput>(), out, add_to: null(), topk_weights: null() };
     let (mut arrival, mut second, mut view) = (null_mut(), null_mut(), x);
     let mut num_rows = 0;
+    let outputs = MoeDispatchOutputs { size: 3, expert_statistics: null(), counts_host: null() };
     // SAFETY: every pointer is to a live variable or a live handle of the library.
     unsafe {
-        expect(moe_dispatch(ep.as_mut(), routing.as_mut(), &input, Some(&mut arrival)), MOE_CAPACITY, "rank 0 needs 3 tokens")?;
+        expect(moe_dispatch(ep.as_mut(), routing.as_mut(), &input, null(), Some(&mut arrival)), MOE_CAPACITY, "rank 0 needs 3 tokens")?;
+        expect(moe_dispatch(ep.as_mut(), routing.as_mut(), &input, &outputs, Some(&mut arrival)), MOE_INVALID, "MoeDispatchOutputs is 3")?;
         input.num_tokens = -1;
-        expect(moe_dispatch(ep.as_mut(), routing.as_mut(), &input, Some(&mut arrival)), MOE_OK, "")?;
-        expect(moe_dispatch(ep.as_mut(), routing.as_mut(), &input, Some(&mut second)), MOE_BUSY, "bank 0")?;
+        expect(moe_dispatch(ep.as_mut(), routing.as_mut(), &input, null(), Some(&mut arrival)), MOE_OK, "")?;
+        expect(moe_dispatch(ep.as_mut(), routing.as_mut(), &input, null(), Some(&mut second)), MOE_BUSY, "bank 0")?;
         expect(moe_arrival_num_rows(ep.as_ref(), arrival.as_ref(), Some(&mut num_rows)), MOE_OK, "")?;
         expect(moe_arrival_view(arrival.as_mut(), MOE_ARRIVAL_SCALES, Some(&mut view)), MOE_UNSUPPORTED, "no scales")?;
         expect(moe_arrival_view(arrival.as_mut(), 9, Some(&mut view)), MOE_INVALID, "which is 9")?;
         expect(moe_arrival_view(arrival.as_mut(), MOE_ARRIVAL_X, Some(&mut view)), MOE_OK, "")?;
+        expect(moe_arrival_gather_idx(arrival.as_ref(), 1, None, Some(&topk_idx)), MOE_INVALID, "gather_idx is null")?;
+        expect(moe_arrival_gather_idx(arrival.as_ref(), 1, Some(&x), Some(&topk_idx)), MOE_INVALID, "gather_idx")?;
+        expect(moe_replay_receive(ep.as_mut(), routing.as_ref(), None, Some(&mut second)), MOE_INVALID, "MoeDispatchSent is null")?;
+        expect(moe_arrival_contiguous_metadata(arrival.as_ref(), Some(&out), Some(&topk_idx), Some(&short)), MOE_INVALID, "source")?;
         let (from, elements) = (view.data, num_rows * 8);
         expect(moe_arrival_view(arrival.as_mut(), MOE_ARRIVAL_EXPERT_OUTPUT, Some(&mut view)), MOE_OK, "")?;
         view.data.cast::<f32>().copy_from_nonoverlapping(from.cast::<f32>(), elements);

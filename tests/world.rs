@@ -25,6 +25,7 @@ pub fn trials() -> Vec<Trial> {
         trials.push(Trial::test(format!("world::cpu::a rank that leaves::{world} ranks"), move || leaves(world)));
         trials.push(Trial::test(format!("world::cpu::a rank that arrives late::{world} ranks"), move || late(world)));
     }
+    trials.push(Trial::test("world::cpu::a rank that leaves and works on", leaves_and_works_on));
     trials.push(Trial::test("world::cpu::a rank that stops between dispatch and combine", stops_before_combine));
     trials.push(Trial::test("world::cpu::setup differs", setup_differs));
     trials.push(Trial::test("world::cpu::setup fails on one rank", setup_fails_on_one));
@@ -308,6 +309,30 @@ fn leaves(world: usize) -> Result<(), Failed> {
         if w.rank() == Rank(0) { Ok(()) } else { one_call(&mut ep, &mut routing) }
     })?;
     assert!(start.elapsed() < config().timeout / 2, "a rank that left was only found by the timeout");
+    all_blame(&results, 0, &[FailureKind::Left])
+}
+
+/// A rank leaves when it drops what it has of the world, not when its work ends.
+fn leaves_and_works_on() -> Result<(), Failed> {
+    let num_told = std::sync::atomic::AtomicUsize::new(0);
+    let results = World::run(&Backend::cpu(), 3, |w| {
+        use std::sync::atomic::Ordering::Relaxed;
+        let mut ep = ExpertParallel::new(&w, config())?;
+        let mut routing = dispatch::Routing::new(&ep)?;
+        one_call(&mut ep, &mut routing)?;
+        if w.rank() != Rank(0) {
+            let result = one_call(&mut ep, &mut routing);
+            num_told.fetch_add(1, Relaxed);
+            return result;
+        }
+        drop((w, ep, routing));
+        let start = Instant::now();
+        while num_told.load(Relaxed) < 2 {
+            assert!(start.elapsed() < config().timeout / 2, "nobody was told while rank 0 worked on");
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        Ok(())
+    })?;
     all_blame(&results, 0, &[FailureKind::Left])
 }
 

@@ -55,6 +55,24 @@ unsafe impl Growing for MoeDispatchInput {
     const NAME: &'static str = "MoeDispatchInput";
 }
 
+/// What a dispatch reports beside the arrival. All members may be null.
+#[derive(Debug, Clone, Copy)]
+#[repr(C)]
+pub struct MoeDispatchOutputs {
+    /// sizeof(MoeDispatchOutputs): later versions may add members at the end, for which 0 is the default.
+    pub size: usize,
+    /// Running statistics, i64 [local experts] in the memory of the backend: the rows of each local expert are added.
+    pub expert_statistics: *const MoeTensor,
+    /// Receives the rows of each local expert, u32 [local experts] in host memory. On a GPU in the order of the stream, and the memory is page-locked, as that of
+    /// cuMemHostAlloc.
+    pub counts_host: *const MoeTensor,
+}
+
+// SAFETY: an integer and pointers; zeros are a value of each.
+unsafe impl Growing for MoeDispatchOutputs {
+    const NAME: &'static str = "MoeDispatchOutputs";
+}
+
 /// What one rank brings back.
 #[derive(Debug, Clone, Copy)]
 #[repr(C)]
@@ -190,23 +208,43 @@ unsafe fn input_of<'a>(value: &EpValue, input: *const MoeDispatchInput) -> Resul
     Ok(dispatch::Input { x, topk_idx, topk_weights, scales, num_tokens })
 }
 
+/// # Safety
+/// As the header requires of the outputs and of the tensors that they name.
+unsafe fn outputs_of<'a>(value: &EpValue, outputs: *const MoeDispatchOutputs) -> Result<dispatch::Outputs<'a>> {
+    if outputs.is_null() {
+        return Ok(dispatch::Outputs::default());
+    }
+    // SAFETY: not null; the caller's promise.
+    let outputs = unsafe { read(outputs) }?;
+    Ok(dispatch::Outputs {
+        // SAFETY: null or a tensor: the caller's promise.
+        expert_statistics: unsafe { optional_output(value.place, "expert_statistics", outputs.expert_statistics.as_ref()) }?,
+        // SAFETY: as above.
+        counts_host: unsafe { optional_output(Place::Host, "counts_host", outputs.counts_host.as_ref()) }?,
+    })
+}
+
 /// Sends this rank's tokens to the ranks of their experts and receives those of all ranks, in the order (source rank, token). Collective.
 ///
 /// On the CPU the rows are there when it returns. On a GPU it returns when its kernels are queued; what only they find out (MOE_CAPACITY, MOE_MISMATCH, MOE_TIMEOUT,
 /// MOE_POISONED) the next call on the object returns, or `moe_ep_synchronize`.
 /// `*arrival` holds a bank of the object until combine takes it or it is destroyed; a dispatch that finds its bank held returns MOE_BUSY.
+/// `outputs` may be null.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn moe_dispatch(
     ep: Option<&mut MoeEp>,
     routing: Option<&mut MoeRouting>,
     input: *const MoeDispatchInput,
+    outputs: *const MoeDispatchOutputs,
     arrival: Option<&mut *mut MoeArrival>,
 ) -> i32 {
     guard(|| {
         let (value, routing, to) = (get_mut(ep)?, get_mut(routing)?, required("arrival", arrival)?);
         // SAFETY: the header's rules for inputs.
         let input = unsafe { input_of(value, input) }?;
-        give(Some(to), "arrival", value.ep.dispatch(routing, &input, dispatch::Outputs::default())?)
+        // SAFETY: the header's rules for outputs.
+        let outputs = unsafe { outputs_of(value, outputs) }?;
+        give(Some(to), "arrival", value.ep.dispatch(routing, &input, outputs)?)
     })
 }
 
@@ -226,18 +264,21 @@ pub unsafe extern "C" fn moe_dispatch_send(
     })
 }
 
-/// The second half of `moe_dispatch`. `*sent` is gone and null afterwards, unless the call refused its arguments.
+/// The second half of `moe_dispatch`. `*sent` is gone and null afterwards, unless the call refused its arguments. `outputs` may be null.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn moe_dispatch_receive(
     ep: Option<&mut MoeEp>,
     routing: Option<&mut MoeRouting>,
     sent: Option<&mut *mut MoeDispatchSent>,
+    outputs: *const MoeDispatchOutputs,
     arrival: Option<&mut *mut MoeArrival>,
 ) -> i32 {
     guard(|| {
         let (value, routing, to) = (get_mut(ep)?, get_mut(routing)?, required("arrival", arrival)?);
+        // SAFETY: the header's rules for outputs.
+        let outputs = unsafe { outputs_of(value, outputs) }?;
         // SAFETY: the header requires a live handle or null there.
-        let received = unsafe { consume(sent, |sent| value.ep.dispatch_receive(routing, sent, dispatch::Outputs::default())) }?;
+        let received = unsafe { consume(sent, |sent| value.ep.dispatch_receive(routing, sent, outputs)) }?;
         give(Some(to), "arrival", received)
     })
 }
@@ -259,6 +300,90 @@ pub unsafe extern "C" fn moe_replay(
         let scales = unsafe { optional(value.place, "scales", scales) }?;
         give(Some(to), "arrival", value.ep.replay(routing, &dispatch::Payload { x, scales })?)
     })
+}
+
+/// The first half of `moe_replay`: counts and rows leave, nothing waits for rows. Collective.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn moe_replay_send(
+    ep: Option<&mut MoeEp>,
+    routing: Option<&MoeRouting>,
+    x: Option<&MoeTensor>,
+    scales: Option<&MoeTensor>,
+    sent: Option<&mut *mut MoeDispatchSent>,
+) -> i32 {
+    guard(|| {
+        let (value, routing, to) = (get_mut(ep)?, get(routing)?, required("sent", sent)?);
+        // SAFETY: the header's rules for tensors.
+        let [x] = unsafe { views(value.place, [("x", x)]) }?;
+        // SAFETY: as above.
+        let scales = unsafe { optional(value.place, "scales", scales) }?;
+        give(Some(to), "sent", value.ep.replay_send(routing, &dispatch::Payload { x, scales })?)
+    })
+}
+
+/// The second half of `moe_replay`. `*sent` is gone and null afterwards, unless the call refused its arguments.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn moe_replay_receive(
+    ep: Option<&mut MoeEp>,
+    routing: Option<&MoeRouting>,
+    sent: Option<&mut *mut MoeDispatchSent>,
+    arrival: Option<&mut *mut MoeArrival>,
+) -> i32 {
+    guard(|| {
+        let (value, routing, to) = (get_mut(ep)?, get(routing)?, required("arrival", arrival)?);
+        // SAFETY: the header requires a live handle or null there.
+        let received = unsafe { consume(sent, |sent| value.ep.replay_receive(routing, sent)) }?;
+        give(Some(to), "arrival", received)
+    })
+}
+
+/// MOE_LAYOUT_BY_TOKEN, for GEMMs that gather: `gather_idx` (i32 [n], written) gets the rows of each local expert, ascending, each segment padded with -1 to a
+/// multiple of `align`; `segment_start` (u32 [local experts + 1], written) where they begin and, last, the end. What is behind the end stays.
+///
+/// n is at least the end; on a GPU, whose host does not know the counts: max_rows * min(K, local experts) + local experts * (align - 1).
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn moe_arrival_gather_idx(
+    arrival: Option<&MoeArrival>,
+    align: usize,
+    gather_idx: Option<&MoeTensor>,
+    segment_start: Option<&MoeTensor>,
+) -> i32 {
+    guard(|| {
+        let arrival = get(arrival)?;
+        let place = place_of(arrival);
+        // SAFETY: the header's rules for tensors.
+        let gather_idx = unsafe { output(place, "gather_idx", gather_idx) }?;
+        // SAFETY: as above.
+        let segment_start = unsafe { output(place, "segment_start", segment_start) }?;
+        arrival.gather_idx(align, gather_idx, segment_start)
+    })
+}
+
+/// Unpacks what the views of an arrival show strided: source i32 [rows, 2], topk_idx i32 [rows, row_k], topk_weights f32 [rows, row_k], written. `rows` is at
+/// least the number of valid rows; on a GPU max_rows. What is behind the valid rows stays.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn moe_arrival_contiguous_metadata(
+    arrival: Option<&MoeArrival>,
+    source: Option<&MoeTensor>,
+    topk_idx: Option<&MoeTensor>,
+    topk_weights: Option<&MoeTensor>,
+) -> i32 {
+    guard(|| {
+        let arrival = get(arrival)?;
+        let place = place_of(arrival);
+        // SAFETY: the header's rules for tensors.
+        let source = unsafe { output(place, "source", source) }?;
+        // SAFETY: as above.
+        let topk_idx = unsafe { output(place, "topk_idx", topk_idx) }?;
+        // SAFETY: as above.
+        let topk_weights = unsafe { output(place, "topk_weights", topk_weights) }?;
+        arrival.contiguous_metadata(source, topk_idx, topk_weights)
+    })
+}
+
+/// Where the tensors of an arrival are.
+fn place_of(arrival: &dispatch::Arrival) -> Place {
+    arrival.num_rows().device().map_or(Place::Host, |at| Place::Device(at.device))
 }
 
 /// A view of an arrival, one of MOE_ARRIVAL_*, in the memory of the backend. It is valid until the arrival is gone; on a GPU what it shows is there when the stream has

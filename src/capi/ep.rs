@@ -7,7 +7,7 @@ use super::handle::{Handle, OP, Tagged, drop_handle, get, get_mut, give, handle,
 use super::tensor::{Growing, Place, dtype, read, write};
 use super::{MoeBackend, guard, text};
 use crate::backend::Backend;
-use crate::ep::{Config, ExpertParallel, IdSpace, Layout, Mode, Overflow, Quantize, Reduce, ScaleLayout, Wire, World};
+use crate::ep::{Config, ExpertParallel, IdSpace, Layout, Mode, Overflow, PhaseTuning, Quantize, Reduce, ScaleLayout, Tuning, Wire, World};
 use crate::error::{Error, Result};
 use crate::gpu::Stream;
 use crate::id::Rank;
@@ -78,7 +78,8 @@ pub const MOE_COMBINE_AT_RANK_F32: i32 = 1;
 /// Every expert row travels; the result does not depend on the number of ranks.
 pub const MOE_COMBINE_AT_SOURCE: i32 = 2;
 
-/// What all ranks must agree on. `moe_ep_config_init` sets the defaults; then change what is needed. All ranks use the same values, `timeout_ms` apart.
+/// What all ranks must agree on. `moe_ep_config_init` sets the defaults; then change what is needed. All ranks use the same values, but for `timeout_ms` and
+/// the multiprocessors.
 #[derive(Debug, Clone, Copy)]
 #[repr(C)]
 pub struct MoeEpConfig {
@@ -132,6 +133,10 @@ pub struct MoeEpConfig {
     pub weighted: i32,
     /// Not 0: room to fold weights per row back to [T, K]. 0 by default.
     pub fold_weights: i32,
+    /// On a GPU: most multiprocessors that a dispatch occupies; 0 for no limit (the default). Need not be equal on all ranks.
+    pub dispatch_sms: u32,
+    /// The same of a combine.
+    pub combine_sms: u32,
 }
 
 // SAFETY: integers and a pointer; zeros are a value of each.
@@ -211,6 +216,15 @@ unsafe fn config_of(config: *const MoeEpConfig) -> Result<Config> {
     })
 }
 
+/// # Safety
+/// As [`config_of`].
+unsafe fn tuning_of(config: *const MoeEpConfig) -> Result<Tuning> {
+    // SAFETY: the caller's promise.
+    let config = unsafe { read(config) }?;
+    let phase = |sms: u32| PhaseTuning { geometry: None, sms: (sms > 0).then_some(sms) };
+    Ok(Tuning { dispatch: phase(config.dispatch_sms), combine: phase(config.combine_sms), ..Tuning::default() })
+}
+
 /// Sets a configuration to its defaults: MOE_LAYOUT_BY_TOKEN, worst-case capacity, no scales, throughput mode, one bank, plain sum. `size` is
 /// sizeof(MoeEpConfig); `dtype` is that of x.
 #[unsafe(no_mangle)]
@@ -252,6 +266,8 @@ pub unsafe extern "C" fn moe_ep_config_init(
             reduce: MOE_COMBINE_AT_RANK,
             weighted: 0,
             fold_weights: 0,
+            dispatch_sms: 0,
+            combine_sms: 0,
         };
         // SAFETY: the header requires `size` bytes there.
         unsafe { write(config, size, &default) }
@@ -373,9 +389,9 @@ pub unsafe extern "C" fn moe_ep_create(world: Option<&MoeWorld>, config: *const 
         let world = get(world)?;
         let to = required("ep", ep)?;
         // SAFETY: the header's rules for configurations.
-        let config = unsafe { config_of(config) }?;
+        let (config, tuning) = unsafe { (config_of(config)?, tuning_of(config)?) };
         let place = world.backend().place();
-        give(Some(to), "ep", EpValue { ep: ExpertParallel::new(world, config)?, place })
+        give(Some(to), "ep", EpValue { ep: ExpertParallel::with_tuning(world, config, tuning)?, place })
     })
 }
 

@@ -7,6 +7,7 @@
 #![allow(rustdoc::broken_intra_doc_links)] // the texts are those of a C header, where [T] is a shape
 
 mod calls;
+mod cast;
 mod ep;
 mod gate;
 mod handle;
@@ -17,6 +18,7 @@ use std::ffi::{CStr, CString, c_char, c_void};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
 pub use calls::*;
+pub use cast::*;
 pub use ep::*;
 pub use gate::*;
 pub use tensor::*;
@@ -24,7 +26,7 @@ pub use tensor::*;
 use crate::backend::{Backend, Cuda};
 use crate::error::{Error, Result};
 use crate::gpu::{Device, Stream};
-use handle::{Handle, OP, Tagged, drop_handle, give, handle};
+use handle::{Handle, OP, Tagged, drop_handle, get_mut, give, handle};
 use tensor::Place;
 
 /// Nothing is wrong.
@@ -141,6 +143,19 @@ pub unsafe extern "C" fn moe_backend_cuda(device: u32, stream: *mut c_void, back
         // SAFETY: the header requires a stream that outlives the backend; the driver checks that it is of this device.
         let stream = unsafe { Stream::external(&device, stream) }?;
         give(backend, "backend", Backend::Cuda(Cuda::on(stream)))
+    })
+}
+
+/// Of a GPU: whether kernels of calls and worlds made with the backend from now on are launched programmatically: a kernel may then start while the one before it
+/// in the stream still ends, and waits for it before it reads what may change. Not 0 for yes; a new backend does not.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn moe_backend_set_programmatic(backend: Option<&mut MoeBackend>, programmatic: i32) -> i32 {
+    guard(|| match get_mut(backend)? {
+        Backend::Cpu(_) => Err(Error::Unsupported { op: OP, what: "programmatic launch".into(), why: "a CPU launches nothing".into() }),
+        Backend::Cuda(cuda) => {
+            *cuda = cuda.clone().programmatic(programmatic != 0);
+            Ok(())
+        }
     })
 }
 

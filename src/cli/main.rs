@@ -55,17 +55,23 @@ enum Command {
 /// stands behind one of another rank that waits, and modules that are loaded as a whole, not inside a launch.
 const DRIVER_VARIABLES: [(&str, &str); 2] = [("CUDA_DEVICE_MAX_CONNECTIONS", "32"), ("CUDA_MODULE_LOADING", "EAGER")];
 
+/// Whether an option, of whichever subcommand, names a GPU: without one nothing whose ranks share a GPU runs there.
+#[cfg(unix)]
+fn asks_for_a_gpu(arguments: impl Iterator<Item = std::ffi::OsString>) -> bool {
+    let mut arguments = arguments;
+    arguments.any(|argument| {
+        let argument = argument.to_string_lossy();
+        let backend = argument.strip_prefix("--backend=").unwrap_or(&argument);
+        backend == "cuda" || backend.starts_with("cuda:")
+    })
+}
+
 /// Starts this program again, in this process, with those variables, if an option asks for a GPU and they are not set. What the caller has set stays.
 #[cfg(unix)]
 fn prepare_for_a_gpu() {
     use std::os::unix::process::CommandExt;
-    let is_asked_for = std::env::args_os().any(|argument| {
-        let argument = argument.to_string_lossy();
-        let backend = argument.strip_prefix("--backend=").unwrap_or(&argument);
-        backend == "cuda" || backend.starts_with("cuda:")
-    });
     let missing: Vec<_> = DRIVER_VARIABLES.into_iter().filter(|(name, _)| std::env::var_os(name).is_none()).collect();
-    if !is_asked_for || missing.is_empty() {
+    if missing.is_empty() || !asks_for_a_gpu(std::env::args_os().skip(1)) {
         return;
     }
     if let Ok(program) = std::env::current_exe() {
@@ -116,6 +122,18 @@ fn exit_status(verdict: &Result<bool>) -> u8 {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[cfg(unix)]
+    #[test]
+    fn every_subcommand_prepares_for_the_gpu_that_it_is_asked_for() {
+        let asks = |text: &str| asks_for_a_gpu(text.split(' ').map(Into::into));
+        for command in ["check", "check dispatch", "check --processes", "bench pair", "stress", "tune", "run", "--model qwen"] {
+            for option in ["--backend cuda", "--backend=cuda", "--backend cuda:3", "--backend=cuda:3"] {
+                assert!(asks(&format!("{command} {option}")) && asks(&format!("{option} {command}")), "{command} {option}");
+            }
+            assert!(!asks(command) && !asks(&format!("{command} --backend cpu")) && !asks(&format!("{command} --backend=auto")));
+        }
+    }
 
     #[test]
     fn a_wrong_result_has_a_status_of_its_own() {

@@ -39,7 +39,7 @@ struct Failure {
     u64 spare[4];
 };
 static_assert(sizeof(Failure) == 64, "The host fills in the same struct.");
-constexpr u32 FAILED_TIMEOUT = 1, FAILED_MISMATCH = 2;
+constexpr u32 FAILED_TIMEOUT = 1, FAILED_LEFT = 2;
 constexpr u32 OP_DISPATCH = 1, OP_REPLAY = 2, OP_COMBINE = 3;
 constexpr u32 PHASE_BLOCKS = 1, PHASE_COUNTS = 2, PHASE_ROWS = 3, PHASE_READY = 4;
 
@@ -62,8 +62,9 @@ struct HostRecord {
     u64 demand[MAX_RANKS];
     u64 capacity[MAX_RANKS];
     u64 abort; // not 0 once the host knows that the world has failed
+    u64 left;  // a bit for each rank of which the host knows that it has left
 };
-static_assert(sizeof(HostRecord) == 1112, "The host fills in the same struct.");
+static_assert(sizeof(HostRecord) == 1120, "The host fills in the same struct.");
 constexpr u64 STATUS_CAPACITY_TOKENS = 1, STATUS_CAPACITY_ROWS = 2, STATUS_MISMATCH = 3, STATUS_FAILED = 4, STATUS_CAPACITY_EXPERT = 5;
 
 // What describes an arrival, in this rank's own memory, one for each bank; arrays of u32 follow.
@@ -152,7 +153,13 @@ DEVICE bool must_end(const Rank& me, u32 polls) {
     return true;
 }
 
-// A wait that came to its bound. Kept until the end of the kernel, where `report` stands once: code that never runs would lie in the way.
+// This rank's host says that `peer` has left: its kernels had ended by then, so what it has not said it never will. As rarely as above.
+DEVICE bool has_left(const Rank& me, u32 peer, u32 polls) {
+    // sync left: acquire, pairs with the host's store; the poll that follows sees all that the rank has said
+    return polls % 1024 == 1023 && (load_acquire_system(&me.host->left) >> peer & 1) != 0;
+}
+
+// A wait that ends without what it waited for. Kept until the end of the kernel, where `report` stands once: code that never runs would lie in the way.
 struct TimedOut {
     u64 what; // as Failure
     u64 wanted;
@@ -183,11 +190,12 @@ DEVICE void report(const Rank& me) {
     for (u32 i = 0; i < WORLD; i++) store_relaxed_system(word_at(me, i, ABORT, 0), 1);
 }
 
-// The first wait of this rank that comes to its bound is written down; true for the thread that had it. All of its later waits end at once.
-DEVICE bool give_up(const Rank& me, u32 op, u32 phase, u32 peer, u64 wanted, u64 seen) {
+// The first wait of this rank that comes to its bound, or waits for a rank that has left, is written down; true for the thread that had it. All of its later
+// waits end at once.
+DEVICE bool give_up(const Rank& me, u32 op, u32 phase, u32 peer, u64 wanted, u64 seen, u32 kind = FAILED_TIMEOUT) {
     if (claim_relaxed_device((u32*)&me.state->failed, 1) != 0) return false;
     const u64 arrived = me.state->arrived & 0xFFFFFF;
-    timed_out() = {FAILED_TIMEOUT | op << 8 | phase << 16 | (u64)me.rank << 24 | (u64)peer << 32 | arrived << 40, wanted, seen};
+    timed_out() = {kind | op << 8 | phase << 16 | (u64)me.rank << 24 | (u64)peer << 32 | arrived << 40, wanted, seen};
     return true;
 }
 
@@ -195,16 +203,18 @@ DEVICE bool give_up(const Rank& me, u32 op, u32 phase, u32 peer, u64 wanted, u64
 // any rank.
 template <bool IS_COUNT> DEVICE u64 wait_for(const Rank& me, u32 op, u32 phase, u32 peer, const u64* at, u64 wanted, bool& failed) {
     u64 start = 0;
+    bool is_gone = false;
     for (u32 polls = 0;; polls++) {
         const u64 value = load_acquire_system(at);
         if (IS_COUNT ? value >> EPOCH_SHIFT == wanted : value >= wanted) return value;
         if (polls % 32 != 31) continue; // arbitrary: the clock is read every 20 us at most
         if (start == 0) start = time_ns();
         if (must_end(me, polls)) return 0;
-        if (time_ns() - start > me.timeout_ns) {
-            failed |= give_up(me, op, phase, peer, wanted, IS_COUNT ? value >> EPOCH_SHIFT : value);
+        if (is_gone || time_ns() - start > me.timeout_ns) {
+            failed |= give_up(me, op, phase, peer, wanted, IS_COUNT ? value >> EPOCH_SHIFT : value, is_gone ? FAILED_LEFT : FAILED_TIMEOUT);
             return 0;
         }
+        is_gone = has_left(me, peer, polls); // then 32 more polls
     }
 }
 

@@ -135,7 +135,8 @@ impl ExpertParallel {
     }
 
     /// Of a GPU rank: calls from now on are queued in `stream`, after what the stream until now holds. While one of the two is being captured into a
-    /// graph, the caller orders them.
+    /// graph, the caller orders them. Objects of a rank that use different streams share the multiprocessors on which they wait: give them their streams before the
+    /// first call, or set [`PhaseTuning::sms`](super::PhaseTuning); the next call of one that finds no room is refused.
     ///
     /// # Errors
     /// `Invalid` for a stream of another device, `Unsupported` for a CPU rank; those of the driver.
@@ -226,10 +227,12 @@ impl Shared {
         self.cuda.as_ref()
     }
 
-    /// `Poisoned` once the world has failed; on a GPU also what the calls before this one met.
+    /// Before a call. `Poisoned` once the world has failed; on a GPU also what the calls before this one met, and whether its grids have a place there.
     pub fn check_alive(&self) -> Result<()> {
         self.member.check_alive()?;
-        self.cuda.as_ref().map_or(Ok(()), |end| end.check(&self.member, self.timeout))
+        let Some(end) = &self.cuda else { return Ok(()) };
+        end.settle("ep")?;
+        end.check(&self.member, self.timeout)
     }
 
     pub fn level(&self) -> Level {

@@ -67,31 +67,42 @@ pub(crate) struct Page {
     hooks: Mutex<Hooks>,
 }
 
-/// What runs once when a process learns of the first failure of its world.
+/// What runs when a process learns something of its world.
 #[derive(Default)]
 struct Hooks {
     hooks: Vec<(u64, Hook)>,
     num_added: u64,
-    have_run: bool,
+    /// What they have been told.
+    failed: bool,
+    left: u64,
 }
 
-/// It must be short, must not panic and must not touch the page: it runs under a lock, on whichever thread learns of the failure.
-pub(crate) type Hook = Box<dyn Fn() + Send + Sync>;
+/// What a process has learnt of its world.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum News {
+    /// The first failure is there. Told once.
+    Failed,
+    /// These ranks have left, a bit for each. Told again when there are more of them.
+    Left(u64),
+}
+
+/// It must be short, must not panic and must not touch the page: it runs under a lock, on whichever thread learns of it.
+pub(crate) type Hook = Box<dyn Fn(News) + Send + Sync>;
 
 impl fmt::Debug for Hooks {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Hooks").field("num", &self.hooks.len()).field("have_run", &self.have_run).finish()
+        f.debug_struct("Hooks").field("num", &self.hooks.len()).field("failed", &self.failed).field("left", &self.left).finish()
     }
 }
 
-/// A hook that runs when the world fails, until this is dropped: afterwards it neither runs nor is running.
+/// A hook that runs on news, until this is dropped: afterwards it neither runs nor is running.
 #[derive(Debug)]
-pub(crate) struct OnFailure {
+pub(crate) struct OnNews {
     page: Arc<Page>,
     key: u64,
 }
 
-impl Drop for OnFailure {
+impl Drop for OnNews {
     fn drop(&mut self) {
         let mut hooks = lock(&self.page.hooks);
         if let Some(at) = hooks.hooks.iter().position(|(key, _)| *key == self.key) {
@@ -145,30 +156,45 @@ impl Page {
         self.first().unwrap_or(failure)
     }
 
-    /// Runs `hook` once when this process learns of the first failure: now, if it has. Whoever fails in this process, reads the failure in a wait, or
-    /// watches the other processes calls [`run_hooks`](Self::run_hooks).
-    pub fn on_failure(self: &Arc<Self>, hook: Hook) -> OnFailure {
+    /// Runs `hook` when this process learns something: now, what it knows. Whoever fails in this process, reads the failure in a wait, or watches the
+    /// other processes calls [`run_hooks`](Self::run_hooks); who leaves, or watches them, [`tell_left`](Self::tell_left).
+    pub fn on_news(self: &Arc<Self>, hook: Hook) -> OnNews {
         let mut hooks = lock(&self.hooks);
-        if hooks.have_run {
-            hook();
+        if hooks.failed {
+            hook(News::Failed);
+        }
+        if hooks.left != 0 {
+            hook(News::Left(hooks.left));
         }
         hooks.num_added += 1;
         let key = hooks.num_added;
         hooks.hooks.push((key, hook));
         drop(hooks);
-        let added = OnFailure { page: self.clone(), key };
-        // A failure of another process that nobody here has seen yet.
+        let added = OnNews { page: self.clone(), key };
+        // What another process did and nobody here has seen yet.
         if self.first().is_some() {
             self.run_hooks();
         }
+        self.tell_left();
         added
     }
 
     /// The world has failed: runs the hooks, if they have not run.
     pub fn run_hooks(&self) {
         let mut hooks = lock(&self.hooks);
-        if !std::mem::replace(&mut hooks.have_run, true) {
-            hooks.hooks.iter().for_each(|(_, hook)| hook());
+        if !std::mem::replace(&mut hooks.failed, true) {
+            hooks.hooks.iter().for_each(|(_, hook)| hook(News::Failed));
+        }
+    }
+
+    /// Tells the hooks who has left, if they do not know.
+    pub fn tell_left(&self) {
+        let left = (0..self.world()).filter(|rank| self.has_left(*rank)).fold(0, |all, rank| all | 1 << rank);
+        let mut hooks = lock(&self.hooks);
+        if left & !hooks.left != 0 {
+            hooks.left |= left;
+            let left = hooks.left;
+            hooks.hooks.iter().for_each(|(_, hook)| hook(News::Left(left)));
         }
     }
 
@@ -186,6 +212,7 @@ impl Page {
         // sync left: release, pairs with `has_left`: after it there are no more words to wait for
         publish::<Machine>(Label::Left, &self.ranks[rank].left, 1);
         self.ring_all();
+        self.tell_left();
     }
 
     /// Collective calls that `rank` has entered.
@@ -336,8 +363,8 @@ mod tests {
         let counts = [(); 4].map(|()| Arc::new(AtomicU32::new(0)));
         let add = |page: &Arc<Page>, i: usize| {
             let count = counts[i].clone();
-            page.on_failure(Box::new(move || {
-                count.fetch_add(1, Ordering::Relaxed);
+            page.on_news(Box::new(move |news| {
+                count.fetch_add(u32::from(news == News::Failed), Ordering::Relaxed);
             }))
         };
         let seen = || counts.each_ref().map(|count| count.load(Ordering::Relaxed));
@@ -357,6 +384,31 @@ mod tests {
         assert_eq!(seen(), [1, 0, 1, 1]);
         other.run_hooks();
         assert_eq!(seen(), [1, 0, 1, 1]);
+        drop((kept, late, theirs));
+    }
+
+    #[test]
+    fn hooks_are_told_who_has_left() {
+        let memory = Arc::new(Symmetric::new(Page::num_bytes(64)).unwrap());
+        let page = Arc::new(Page::new(memory.clone(), 64));
+        let listen = |page: &Arc<Page>| {
+            let heard = Arc::new(Mutex::new(Vec::new()));
+            let told = heard.clone();
+            (page.on_news(Box::new(move |news| lock(&told).push(news))), heard)
+        };
+        let (kept, first) = listen(&page);
+        page.tell_left();
+        assert_eq!(*lock(&first), []);
+        page.leave(63);
+        page.leave(1);
+        page.tell_left();
+        let (both, alone) = (News::Left(1 << 63 | 2), News::Left(1 << 63));
+        assert_eq!(*lock(&first), [alone, both]);
+        // Who comes late, and another process, which sees the same words.
+        let (late, second) = listen(&page);
+        let (theirs, third) = listen(&Arc::new(Page::new(memory, 64)));
+        assert_eq!((&*lock(&second), &*lock(&third)), (&vec![both], &vec![both]));
+        assert_eq!(*lock(&first), [alone, both]);
         drop((kept, late, theirs));
     }
 

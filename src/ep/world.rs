@@ -14,7 +14,7 @@ use super::bell::Bell;
 use super::config::MAX_RANKS;
 use super::meeting::{Board, Posted, values};
 pub(crate) use super::page::Doing;
-use super::page::{Hook, OnFailure, Page};
+use super::page::{Hook, OnNews, Page};
 #[cfg(target_os = "linux")]
 use super::processes::{Processes, Rendezvous};
 use super::symmetric::{Symmetric, Words};
@@ -141,9 +141,10 @@ impl World {
         let work = &work;
         Ok(std::thread::scope(|scope| {
             let rank_of = |world: World| {
-                let member = world.member.clone();
+                // Not the membership: a rank may leave while its work goes on.
+                let (page, rank) = (world.member.page.clone(), world.rank());
                 catch_unwind(AssertUnwindSafe(|| work(world))).unwrap_or_else(|_| {
-                    let first = member.fail(member.page.record(FailureKind::Panicked, member.rank));
+                    let first = page.fail(rank, page.record(FailureKind::Panicked, rank));
                     Err(Error::Poisoned { first })
                 })
             };
@@ -304,9 +305,9 @@ impl Member {
         Err(Error::Poisoned { first })
     }
 
-    /// Runs `hook` once when this process learns of the world's first failure, until what this returns is dropped.
-    pub fn on_failure(&self, hook: Hook) -> OnFailure {
-        self.page.on_failure(hook)
+    /// Runs `hook` when this process learns of the world's first failure, or of a rank that has left, until what this returns is dropped.
+    pub fn on_news(&self, hook: Hook) -> OnNews {
+        self.page.on_news(hook)
     }
 
     /// Fails the world if this thread panics: for what is dropped before the membership is.

@@ -447,7 +447,9 @@ fn registry() -> Outcome {
     let waiting = |blocks: u32| Waiting::of("hold", &device, &kernel, &Geometry { threads: 512, ..Geometry::default() }, blocks);
     let sms = device.num_sms();
     let ranks = World::run(&Backend::cpu(), 4, |world| {
-        let demand = |blocks: u32| Ok::<_, Error>(Demand { moments: vec![vec![waiting(blocks)?]], other: Other::ANY });
+        let demand = |blocks: u32| {
+            Ok::<_, Error>(Demand { moments: vec![vec![waiting(blocks)?]], lingers: None, opens_when_alone: false, other: Other::ANY })
+        };
         let most = (sms - 1) / 3;
         let refused = register("test", &device, Holder::of(&world), 4, demand(most + 1)?).map(drop);
         world.barrier()?;
@@ -469,7 +471,7 @@ fn registry() -> Outcome {
     }
     // Nothing is held any more.
     let world = World::threads(&Backend::cpu(), 1)?.remove(0);
-    let alone = Demand { moments: vec![vec![waiting(sms)?]], other: Other::ANY };
+    let alone = Demand { moments: vec![vec![waiting(sms)?]], lingers: None, opens_when_alone: false, other: Other::ANY };
     drop(register("test", &device, Holder::of(&world), 1, alone)?);
     Ok(())
 }

@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use super::layout::RankParameters;
 use super::memory::{Bank, DeviceLayout};
-use super::shape::Waiting;
+use super::registry::{Settled, Waiting};
 use super::tuning::{Launches, Tuning};
 use crate::backend::Cuda;
 use crate::ep::{Config, Layout, MAX_RANKS, Plan};
@@ -47,14 +47,10 @@ impl ObjectKernels {
         Launches { dispatch: self.dispatch.launches(num_tokens), combine: self.combine.launches(num_tokens) }
     }
 
-    /// Grids whose blocks wait get at most so many blocks from now on: what the registry allows. Not those of a phase whose geometry the caller has chosen.
-    pub fn limit_waiting(&mut self, blocks: u32, [dispatch_is_chosen, combine_is_chosen]: [bool; 2]) {
-        if !dispatch_is_chosen {
-            self.dispatch.limit_waiting(blocks);
-        }
-        if !combine_is_chosen {
-            self.combine.limit_waiting(blocks);
-        }
+    /// What the registry allows from now on: so many blocks of grids whose blocks wait, but for a phase whose geometry the caller has chosen.
+    pub fn settle(&self, settled: Settled) {
+        self.dispatch.settle(settled);
+        self.combine.limit_waiting(settled.blocks);
     }
 }
 

@@ -1,7 +1,7 @@
 //! One rank's end of an object on its GPU: memory of all ranks, its own, the kernels, and what they report.
 #![forbid(unsafe_code)]
 
-use std::sync::atomic::Ordering;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError, RwLock, RwLockReadGuard};
 use std::time::Duration;
 
@@ -12,14 +12,15 @@ use super::context::{Ctx, ObjectKernels, Setup};
 use super::layout::{BankHead, Failure, HostRecord};
 use super::memory::{DeviceLayout, map_tables};
 use super::record::{Reader, failure};
-use super::registry::{self, Demand, Holder, Limits, Other, Permit};
+use super::registry::{self, Demand, Holder, Other, Permit, Waiting};
 use super::tuning::Tuning;
 use crate::backend::Cuda;
 use crate::ep::object::Counts;
 use crate::ep::world::{Member, World, lock};
-use crate::ep::{Config, Plan};
+use crate::ep::{Config, Layout, Plan, Wire};
 use crate::error::{Error, Result};
 use crate::gpu::{Device, Pinned, Shareable, Stream};
+use crate::name::Name;
 use crate::tensor::DeviceAddress;
 
 const OP: &str = "ep setup";
@@ -35,6 +36,10 @@ pub(crate) struct End {
     record: Option<Arc<Pinned>>,
     /// `None` only inside [`retune`](Self::retune).
     permit: Mutex<Option<Permit>>,
+    /// The next call asks the registry first.
+    must_settle: AtomicBool,
+    /// What is launched behind a dispatch may start before the ranks of this device have sent their rows: see [`Tuning::early`].
+    is_early: AtomicBool,
     ranks_on_device: u32,
     ranks_here: usize,
     /// This rank's own, unlike `memories`, which peers use.
@@ -65,9 +70,11 @@ impl End {
         let own = || -> Result<_> {
             // One rank of a process after the other: the first compiles with all threads, the others find its kernels.
             let loading = lock(&LOADING);
-            let mut kernels = ObjectKernels::load(device, config, plan, &layout, ranks_on_device, tuning)?;
+            check_early(config, is_early(tuning, cuda, ranks_on_device))?;
+            let kernels = ObjectKernels::load(device, config, plan, &layout, ranks_on_device, tuning)?;
             drop(loading);
-            let permit = permit(device, holder, ranks_here, &mut kernels, tuning)?;
+            let opens_when_alone = ranks_on_device == 1 && cuda.is_programmatic();
+            let permit = permit(device, holder, ranks_here, &kernels, tuning, opens_when_alone)?;
             let private = Shareable::new(device, layout.private.num_bytes)?;
             let stream = cuda.stream();
             if config.expert_map.is_some() {
@@ -104,6 +111,8 @@ impl End {
             abort,
             record,
             permit: Mutex::new(Some(permit)),
+            must_settle: AtomicBool::new(true),
+            is_early: AtomicBool::new(is_early(tuning, cuda, ranks_on_device)),
             ranks_on_device,
             ranks_here,
             private,
@@ -119,20 +128,30 @@ impl End {
         // All have given theirs back before one asks again.
         world.exchange(OP, self.stream().synchronize())?;
         let (device, layout) = (self.stream().device().clone(), DeviceLayout::new(config, plan)?);
-        let holder = Holder::of(world);
+        let holder = Holder::of(world).in_stream(&self.stream());
+        let early = is_early(tuning, &self.ctx().cuda, self.ranks_on_device);
+        let opens_when_alone = self.ranks_on_device == 1 && self.ctx().cuda.is_programmatic();
         let own = || -> Result<_> {
             let loading = lock(&LOADING);
-            let mut kernels = ObjectKernels::load(&device, config, plan, &layout, self.ranks_on_device, tuning)?;
+            check_early(config, early)?;
+            let kernels = ObjectKernels::load(&device, config, plan, &layout, self.ranks_on_device, tuning)?;
             drop(loading);
-            let permit = permit(&device, holder, self.ranks_here, &mut kernels, tuning)?;
+            let permit = permit(&device, holder, self.ranks_here, &kernels, tuning, opens_when_alone)?;
             Ok((kernels, permit))
         };
         let own = own();
         world.exchange(OP, own.as_ref().map(|_| ()).map_err(Clone::clone))?;
         let (kernels, permit) = own?;
         *lock(&self.permit) = Some(permit);
+        self.must_settle.store(true, Ordering::Relaxed);
+        self.is_early.store(early, Ordering::Relaxed);
         self.ctx.write().unwrap_or_else(PoisonError::into_inner).kernels = kernels;
         Ok(())
+    }
+
+    /// Whether the caller has promised that nothing fills the device behind a dispatch, and the ranks that share it rely on that.
+    pub fn is_early(&self) -> bool {
+        self.is_early.load(Ordering::Relaxed)
     }
 
     /// What launches need.
@@ -147,7 +166,26 @@ impl End {
 
     /// Calls from now on are queued by `cuda`.
     pub fn set_cuda(&self, cuda: Cuda) {
+        if let Some(permit) = &*lock(&self.permit) {
+            permit.moved_to(cuda.stream());
+        }
+        self.must_settle.store(true, Ordering::Relaxed);
         self.ctx.write().unwrap_or_else(PoisonError::into_inner).cuda = cuda;
+    }
+
+    /// Before every call: its waiting grids have their place on the device, as [`claims`](super::claims) says.
+    ///
+    /// # Errors
+    /// `Invalid` and `Unsupported` when objects in other streams leave none.
+    pub fn settle(&self, op: Name) -> Result<()> {
+        if !self.must_settle.load(Ordering::Relaxed) {
+            return Ok(());
+        }
+        if let Some(permit) = &*lock(&self.permit) {
+            self.ctx().kernels.settle(permit.settle(op)?);
+        }
+        self.must_settle.store(false, Ordering::Relaxed);
+        Ok(())
     }
 
     /// What kernels have reported since the last look.
@@ -248,38 +286,41 @@ impl End {
     }
 }
 
-/// The right to the grids that wait; with the largest of them that fit, unless the caller has chosen.
-fn permit(device: &Device, holder: Holder, ranks_here: usize, kernels: &mut ObjectKernels, tuning: Tuning) -> Result<Permit> {
-    let limits = Limits::of(device);
-    let ask = |kernels: &ObjectKernels| {
-        let grid = |grid: super::shape::Waiting| -> registry::Waiting {
-            let block = limits.block(grid.threads, grid.resources.registers, grid.smem_bytes);
-            let per_sm = [
-                limits.sm.threads / block.threads.max(1),
-                limits.sm.registers / block.registers.max(1),
-                limits.sm.smem_bytes / block.smem_bytes.max(1),
-                limits.blocks,
-            ];
-            let blocks_per_sm = per_sm.into_iter().min().unwrap_or(0);
-            registry::Waiting { name: grid.name, blocks: grid.most_blocks, block, blocks_per_sm }
-        };
-        // Where ranks share a device a kernel lets nothing start before its own waits are over (docs/ep-gpu.md): one grid waits at a time. With `early` the
-        // next one is there while the last block of `payload` waits.
-        let waiting: Vec<registry::Waiting> = kernels.waiting(device)?.into_iter().map(grid).collect();
-        let before = waiting.iter().find(|grid| grid.name == "payload").filter(|_| tuning.early).copied();
-        let moments = waiting.into_iter().map(|grid| [Some(grid), before].into_iter().flatten().collect()).collect();
-        registry::register(OP, device, holder, ranks_here, Demand { moments, other: Other::ANY })
-    };
-    let is_chosen = [tuning.dispatch.geometry.is_some(), tuning.combine.geometry.is_some()];
-    // Most that the rest of the device, but for one multiprocessor, holds of each of the others.
-    let mut blocks = (limits.sms.saturating_sub(1) / (ranks_here.max(2) as u32 - 1)).max(1);
-    let mut result = ask(kernels);
-    while matches!(result, Err(Error::Invalid { .. })) && blocks > 0 && is_chosen != [true; 2] {
-        kernels.limit_waiting(blocks, is_chosen);
-        result = ask(kernels);
-        blocks -= blocks.div_ceil(16); // arbitrary: few steps, and no large one
+/// Whether the promise of [`Tuning::early`] matters.
+fn is_early(tuning: Tuning, cuda: &Cuda, ranks_on_device: u32) -> bool {
+    tuning.early && cuda.is_programmatic() && ranks_on_device > 1
+}
+
+/// Combines that launch more than the kernel that sums would break the promise.
+fn check_early(config: &Config, is_early: bool) -> Result<()> {
+    let refused =
+        |what: String| Err(Error::invalid(OP, "early", format!("set, with {what}"), "unset, or rows ByToken that travel as they are"));
+    match (is_early, config.layout, config.wire) {
+        (false, ..) | (true, Layout::ByToken, Wire::AsIs) => Ok(()),
+        (true, Layout::ByToken, wire) => refused(format!("{wire:?} on the wire")),
+        (true, layout, _) => refused(format!("{layout:?}")),
     }
-    result
+}
+
+/// The right to the grids that wait.
+fn permit(
+    device: &Device,
+    holder: Holder,
+    ranks_here: usize,
+    kernels: &ObjectKernels,
+    tuning: Tuning,
+    opens_when_alone: bool,
+) -> Result<Permit> {
+    // Where ranks share a device a kernel lets nothing start before its own waits are over (docs/ep-gpu.md): one grid waits at a time. With `early` the
+    // next one is there while the last block of `payload` waits.
+    let waiting = kernels.waiting(device)?;
+    let lingers = waiting.iter().filter(|grid| grid.name == "payload" && tuning.early).max_by_key(|grid| grid.block.registers).copied();
+    let with_payload = |grid: Waiting| [Some(grid), lingers].into_iter().flatten().collect();
+    let demand = Demand { moments: waiting.into_iter().map(with_payload).collect(), lingers, opens_when_alone, other: Other::ANY };
+    let permit = registry::register(OP, device, holder, ranks_here, demand)?;
+    // As far as it is known before the first call.
+    kernels.settle(permit.expected(OP)?);
+    Ok(permit)
 }
 
 fn record(device: &Device) -> Result<Arc<Pinned>> {

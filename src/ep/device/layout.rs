@@ -34,7 +34,7 @@ pub(crate) struct State {
     pub spare: [u64; 3],
 }
 
-/// In pinned host memory, which kernels write, and read the last word of: `HostRecord` of layout.cuh. [`record`](super::record) makes errors of it.
+/// In pinned host memory, which kernels write, and read the last two words of: `HostRecord` of layout.cuh. [`record`](super::record) makes errors of it.
 #[repr(C)]
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Pod, Zeroable)]
 pub(crate) struct HostRecord {
@@ -46,6 +46,8 @@ pub(crate) struct HostRecord {
     pub capacity: [u64; MAX_RANKS],
     /// Not 0 once the host knows that the world has failed.
     pub abort: u64,
+    /// A bit for each rank of which the host knows that it has left. Behind `abort`.
+    pub left: u64,
 }
 
 /// What describes an arrival: `BankHead` of layout.cuh.
@@ -139,7 +141,7 @@ impl Signals {
 // As the kernels assert with the same numbers.
 const _: () = {
     assert!(size_of::<Failure>() == 64 && size_of::<State>() == 64 && size_of::<Place>() == 8);
-    assert!(size_of::<HostRecord>() == 16 + 64 + 2 * 8 * MAX_RANKS + 8 && offset_of!(HostRecord, demand) == 80);
+    assert!(size_of::<HostRecord>() == 16 + 64 + 2 * 8 * MAX_RANKS + 16 && offset_of!(HostRecord, demand) == 80);
     assert!(size_of::<BankHead>() == 288 && offset_of!(BankHead, arrival_start) == 16);
     assert!(size_of::<RoutingHead>() == 272 && offset_of!(RoutingHead, arrival_base) == 16);
     assert!(size_of::<RankParameters>() == 64 + 8 * MAX_RANKS && offset_of!(RankParameters, peers) == 64);

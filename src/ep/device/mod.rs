@@ -2,6 +2,7 @@
 //! object and their launches. What the host must know of the device code stands in `docs/ep-gpu.md`.
 
 mod abort;
+mod claims;
 pub(crate) mod context;
 mod end;
 mod exchange;

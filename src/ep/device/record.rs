@@ -95,15 +95,19 @@ pub(crate) fn failure(record: &layout::Failure) -> Option<Failure> {
     const OPS: [Name; 3] = ["dispatch", "replay", "combine"];
     const PHASES: [Name; 4] = ["blocks", "counts", "rows", "ready"];
     let name = |names: &[Name], code: u64| names.get((code as usize).wrapping_sub(1)).copied();
-    if field(0) != 1 {
-        return None;
-    }
+    let kind = match field(0) {
+        1 => FailureKind::Timeout,
+        2 => FailureKind::Left,
+        _ => return None,
+    };
+    let (rank, peer) = (Rank(field(24) as u32), Rank(field(32) as u32));
     Some(Failure {
-        kind: FailureKind::Timeout,
+        kind,
         op: name(&OPS, field(8))?,
         phase: name(&PHASES, field(16))?,
-        rank: Rank(field(24) as u32),
-        peer: Rank(field(32) as u32),
+        // As on the host: who has left is who has failed.
+        rank: if kind == FailureKind::Left { peer } else { rank },
+        peer,
         epoch: record.wanted,
         seen: record.seen,
         blocks_arrived: (record.what >> 40) as u32,
@@ -179,7 +183,12 @@ mod tests {
         assert!(found.to_string().contains("77 blocks"), "{found}");
         let elsewhere = Reader { rank: Rank(0), ..READER };
         assert_eq!(here.error(&elsewhere), Some(Error::Poisoned { first: found }));
+        // Rank 2 had left: on every rank another's failure.
+        let gone = HostRecord { failure: layout::Failure { what: what + 1, ..written }, ..here };
+        let Some(Error::Poisoned { first }) = gone.error(&READER) else { panic!("{:?}", gone.error(&READER)) };
+        assert_eq!((first.kind, first.rank.0, first.peer.0, first.phase), (FailureKind::Left, 2, 2, "ready"));
         assert_eq!(failure(&layout::Failure::zeroed()), None);
+        assert_eq!(failure(&layout::Failure { what: what + 2, ..written }), None);
         assert_eq!(failure(&layout::Failure { what: 1 | 9 << 8 | 1 << 16, ..written }), None);
     }
 }

@@ -2,13 +2,14 @@
 //!
 //! A block that waits for a peer keeps its threads, registers and shared memory, and pins the split of its multiprocessor's memory between cache and
 //! shared memory. Ranks that share a device therefore stop each other when one fills the device with waiting blocks before the others have started, or
-//! before their own kernels have run. So each object declares its waiting grids before it launches anything, and is refused when the grids of all ranks
-//! and objects of the device could stop each other, whatever order they come in and wherever the hardware places them.
+//! before their own kernels have run. So each object declares its waiting grids before it launches anything; they are cut, or refused, so that the grids of
+//! all ranks and objects of the device cannot stop each other, whatever order they come in and wherever the hardware places them. Who holds what, and
+//! when it is cut, is in [`claims`](super::claims).
 //!
 //! # The rule
 //!
-//! A rank's object waits in one *moment* at a time: one of its grids, or two with programmatic launch, where the next one may start while the first
-//! still waits. For two objects and more on a device:
+//! What a rank queues in one stream waits in one *moment* at a time: one of its grids, or two with programmatic launch, where the next one may start while the
+//! first still waits. For two such demands and more on a device:
 //!
 //! 1. **Nobody locks out the kernels of a late one.** Let all wait but one, in any moments: enough multiprocessors without any waiting block are left for
 //!    that one's other kernels, or with room for a block of them, where it is known how large they are. Measured on an H200: beside one waiting block of
@@ -16,7 +17,7 @@
 //! 2. **All waiting blocks fit.** Let all blocks run but one, wherever: it still finds a place. Measured: 66 blocks of 512 threads with 110 registers on
 //!    each of four ranks, so one block a multiprocessor and 264 of them on 132, never end.
 //!
-//! In both, the multiprocessors that blocks can make useless are counted and not how many fit at best. One object alone on a device waits for nobody there: its
+//! In both, the multiprocessors that blocks can make useless are counted and not how many fit at best. One demand alone on a device waits for nobody there: its
 //! grids only have to fit.
 //!
 //! A third thing is shared: the queues by which streams reach the device. When all of them are taken by streams that have work behind a kernel that waits,
@@ -29,13 +30,10 @@
 
 use std::collections::BTreeSet;
 use std::fmt;
-use std::sync::Mutex;
 
-use crate::ep::World;
-use crate::ep::world::lock;
-use crate::error::{Error, Result};
+pub use super::claims::{Holder, Permit, Settled, register};
+use crate::error::Result;
 use crate::gpu::{Device, Geometry, Kernel};
-use crate::id::Rank;
 use crate::name::Name;
 
 /// A device, and what one of its multiprocessors holds.
@@ -53,10 +51,10 @@ pub struct Limits {
     pub queues: u32,
 }
 
-const CONNECTIONS: &str = "CUDA_DEVICE_MAX_CONNECTIONS";
+pub(super) const CONNECTIONS: &str = "CUDA_DEVICE_MAX_CONNECTIONS";
 
 /// What a block takes of a multiprocessor.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Block {
     /// Threads.
     pub threads: u32,
@@ -77,6 +75,8 @@ pub struct Waiting {
     pub block: Block,
     /// How many of them one multiprocessor holds.
     pub blocks_per_sm: u32,
+    /// The caller has said how many blocks: it is that or an error.
+    pub is_fixed: bool,
 }
 
 /// What an object of one rank needs.
@@ -84,6 +84,10 @@ pub struct Waiting {
 pub struct Demand {
     /// Grids that may wait at the same time, for each moment.
     pub moments: Vec<Vec<Waiting>>,
+    /// One that may still wait when the next kernel of the stream, of whichever object, has started. It is in `moments` where that is this object's.
+    pub lingers: Option<Waiting>,
+    /// If nothing shares the device it lets any kernel behind one that waits start.
+    pub opens_when_alone: bool,
     /// The largest other kernel of this rank.
     pub other: Other,
 }
@@ -101,43 +105,6 @@ impl Other {
     /// Any kernel whose blocks need not run together.
     pub const ANY: Other = Other { sms: 1, block: None };
 }
-
-/// Whose demand it is.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Holder {
-    /// The object: equal on the ranks of this process.
-    object: (usize, u64),
-    rank: Rank,
-}
-
-/// The right to launch the grids of a demand. Dropped when no kernel of them can run any more.
-#[derive(Debug)]
-#[must_use]
-pub struct Permit {
-    registry: &'static Registry,
-    id: u64,
-}
-
-/// The demands of a process, by device.
-#[derive(Debug)]
-pub struct Registry(Mutex<Entries>);
-
-#[derive(Debug)]
-struct Entries {
-    entries: Vec<Entry>,
-    num_added: u64,
-}
-
-#[derive(Debug)]
-struct Entry {
-    id: u64,
-    device: u32,
-    holder: Holder,
-    demand: Demand,
-}
-
-/// That of this process.
-static REGISTRY: Registry = Registry::new();
 
 impl Limits {
     /// Those of a GPU.
@@ -252,21 +219,65 @@ const FILLS: &str = "its blocks wait for each other and must all run at once";
 const LOCKS_OUT: &str = "a rank that is late must find room for its other kernels beside the waiting blocks of all others";
 const STARVES: &str = "all waiting blocks must find a place beside each other, in whatever order they come";
 
+impl Other {
+    /// Room for either.
+    fn max(self, other: Other) -> Other {
+        let most = |a: Block, b: Block| Block {
+            threads: a.threads.max(b.threads),
+            registers: a.registers.max(b.registers),
+            smem_bytes: a.smem_bytes.max(b.smem_bytes),
+        };
+        Other { sms: self.sms.max(other.sms), block: self.block.zip(other.block).map(|(a, b)| most(a, b)) }
+    }
+}
+
 impl Demand {
+    /// Of objects that a rank uses in one stream: they take turns, but for what lingers.
+    pub(super) fn in_turns(parts: &[Demand]) -> Self {
+        let other = Other { sms: 1, block: Some(Block::default()) };
+        let mut all = Demand { moments: Vec::new(), lingers: None, opens_when_alone: false, other };
+        for (i, part) in parts.iter().enumerate() {
+            let before = || parts.iter().enumerate().filter(|(j, _)| *j != i).filter_map(|(_, other)| other.lingers);
+            for moment in &part.moments {
+                all.moments.push(moment.clone());
+                all.moments.extend(before().map(|lingers| moment.iter().copied().chain([lingers]).collect()));
+            }
+            all.other = all.other.max(part.other);
+        }
+        all
+    }
+
     /// Most multiprocessors that its waiting blocks can touch.
-    fn touched(&self, limits: &Limits) -> u32 {
+    pub(super) fn touched(&self, limits: &Limits) -> u32 {
         let touched = |moment: &Vec<Waiting>| moment.iter().map(|w| w.blocks.min(limits.sms)).sum::<u32>().min(limits.sms);
         self.moments.iter().map(touched).max().unwrap_or(0)
     }
 
-    fn grids(&self) -> impl Iterator<Item = &Waiting> {
+    pub(super) fn grids(&self) -> impl Iterator<Item = &Waiting> {
         self.moments.iter().flatten()
     }
 
-    /// The same with at most so many blocks in a grid.
-    fn cut(&self, blocks: u32) -> Self {
-        let cut = |moment: &Vec<Waiting>| moment.iter().map(|w| Waiting { blocks: w.blocks.min(blocks), ..*w }).collect();
-        Demand { moments: self.moments.iter().map(cut).collect(), ..*self }
+    /// The same with a kernel, of whatever size, that has started behind one that waits.
+    pub(super) fn opened(mut self, limits: &Limits) -> Self {
+        let name = "what is behind payload";
+        self.moments.push(vec![Waiting { name, blocks: limits.sms, block: limits.sm, blocks_per_sm: 1, is_fixed: true }]);
+        self
+    }
+
+    /// The same with at most so many blocks in a grid of which the caller has not said how many.
+    pub(super) fn cut(&self, blocks: u32) -> Self {
+        self.cut_if(blocks, |w| !w.is_fixed)
+    }
+
+    /// The same in every grid.
+    pub(super) fn cut_all(&self, blocks: u32) -> Self {
+        self.cut_if(blocks, |_| true)
+    }
+
+    fn cut_if(&self, blocks: u32, is_cut: impl Fn(&Waiting) -> bool) -> Self {
+        let cut = |w: Waiting| Waiting { blocks: if is_cut(&w) { w.blocks.min(blocks) } else { w.blocks }, ..w };
+        let moments = self.moments.iter().map(|moment| moment.iter().copied().map(cut).collect()).collect();
+        Demand { moments, lingers: self.lingers.map(cut), ..*self }
     }
 }
 
@@ -282,12 +293,19 @@ pub fn judge(limits: &Limits, demands: &[&Demand]) -> Result<(), Refusal> {
         return Ok(());
     }
     let refuse_above = |need_sms: u32, why| if need_sms > limits.sms { Err(Refusal { need_sms, why }) } else { Ok(()) };
-    let kinds: Vec<Block> = demands.iter().flat_map(|demand| demand.grids()).map(|grid| grid.block).collect();
-    for (late, demand) in demands.iter().enumerate() {
+    let mut kinds: Vec<Block> = Vec::new();
+    for grid in demands.iter().flat_map(|demand| demand.grids()) {
+        if !kinds.contains(&grid.block) {
+            kinds.push(grid.block);
+        }
+    }
+    // Ranks of an object have equal demands: one of them speaks for all.
+    let distinct = || demands.iter().enumerate().filter(|(i, demand)| !demands[..*i].contains(demand));
+    for (late, demand) in distinct() {
         let lost = Lost::to(&demand.other.block.unwrap_or(limits.sm), limits, &kinds);
         refuse_above(lost.sms(lost.of_others(demands, late)) + demand.other.sms.max(1), LOCKS_OUT)?;
     }
-    for (i, demand) in demands.iter().enumerate() {
+    for (i, demand) in distinct() {
         for (moment, candidate) in demand.moments.iter().flat_map(|moment| moment.iter().map(move |grid| (moment, grid))) {
             if candidate.blocks > 0 {
                 let lost = Lost::to(&candidate.block, limits, &kinds);
@@ -300,7 +318,7 @@ pub fn judge(limits: &Limits, demands: &[&Demand]) -> Result<(), Refusal> {
 }
 
 impl Waiting {
-    /// `blocks` of a kernel that is launched with this geometry.
+    /// Just so many blocks of a kernel that is launched with this geometry.
     ///
     /// # Errors
     /// [`Error::Gpu`] from the driver.
@@ -309,114 +327,23 @@ impl Waiting {
         let smem_bytes = resources.smem_bytes + geometry.smem_bytes;
         let block = Limits::of(device).block(geometry.threads, resources.registers, smem_bytes);
         let blocks_per_sm = kernel.max_active_blocks(device, geometry.threads, geometry.smem_bytes)?;
-        Ok(Waiting { name, blocks, block, blocks_per_sm })
+        Ok(Waiting { name, blocks, block, blocks_per_sm, is_fixed: true })
     }
 }
 
 impl fmt::Display for Waiting {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Waiting { name, blocks, block, blocks_per_sm } = self;
+        let Waiting { name, blocks, block, blocks_per_sm, .. } = self;
         write!(f, "{name} of {blocks} blocks of {} threads ({blocks_per_sm} fit on a multiprocessor)", block.threads)
     }
 }
 
-impl Holder {
-    /// The object that this rank of `world` is setting up: all its ranks call this between the same two collective calls.
-    pub fn of(world: &World) -> Self {
-        Holder { object: world.member().place_in_setup(), rank: world.rank() }
-    }
-}
-
-/// Registers the demand of an object of one rank, of which `num_ranks` ranks of this process share the device, each with this demand. All of them get the same
-/// answer, whichever comes first.
-///
-/// # Errors
-/// [`Error::Invalid`] that says how many multiprocessors are needed, why, who holds how many, and how many blocks would fit;
-/// [`Error::Unsupported`] when no grid does.
-pub fn register(op: Name, device: &Device, holder: Holder, num_ranks: usize, demand: Demand) -> Result<Permit> {
-    REGISTRY.register(op, &Limits::of(device), device.ordinal(), holder, num_ranks, demand)
-}
-
-impl Registry {
-    /// An empty one.
-    const fn new() -> Self {
-        Registry(Mutex::new(Entries { entries: Vec::new(), num_added: 0 }))
-    }
-
-    fn register(&'static self, op: Name, limits: &Limits, device: u32, holder: Holder, num_ranks: usize, demand: Demand) -> Result<Permit> {
-        let mut entries = lock(&self.0);
-        let here = || entries.entries.iter().filter(|entry| entry.device == device);
-        let num_known = here().filter(|entry| entry.holder.object == holder.object).count();
-        let num_new = num_ranks.saturating_sub(num_known).max(1);
-        let with = |demand: &Demand| {
-            let held = here().map(|entry| &entry.demand);
-            judge(limits, &held.chain(std::iter::repeat_n(demand, num_new)).collect::<Vec<_>>())
-        };
-        if let Err(refusal) = with(&demand) {
-            let others: Vec<_> = here().filter(|entry| entry.holder.object != holder.object).collect();
-            let most = demand.grids().map(|grid| grid.blocks).max().unwrap_or(0);
-            let fitting = (1..most).rev().find(|blocks| with(&demand.cut(*blocks)).is_ok());
-            return Err(refused(op, limits, num_ranks, &demand, &refusal, &others, fitting));
-        }
-        let (world, _) = holder.object;
-        let other_ranks: BTreeSet<_> =
-            here().map(|entry| (entry.holder.object.0, entry.holder.rank)).filter(|(w, _)| *w != world).collect();
-        let ranks = other_ranks.len() + num_ranks;
-        if ranks > limits.queues as usize {
-            let queues = limits.queues;
-            let why = format!(
-                "work of a process reaches the device through {queues} queues, where that of a late rank would wait behind the others; set {CONNECTIONS}, \
-                 up to 32, before the process first uses the GPU"
-            );
-            return Err(Error::Unsupported { op, what: format!("{ranks} ranks of one process on one device"), why });
-        }
-        entries.num_added += 1;
-        let id = entries.num_added;
-        entries.entries.push(Entry { id, device, holder, demand });
-        Ok(Permit { registry: self, id })
-    }
-}
-
-fn refused(
-    op: Name,
-    limits: &Limits,
-    num_ranks: usize,
-    demand: &Demand,
-    refusal: &Refusal,
-    others: &[&Entry],
-    fitting: Option<u32>,
-) -> Error {
-    let Refusal { need_sms, why } = refusal;
-    let grids: Vec<String> = demand.grids().map(Waiting::to_string).collect();
-    let ranks = if num_ranks > 1 { format!(", on each of {num_ranks} ranks of the device") } else { String::new() };
-    let held: Vec<String> = others
-        .iter()
-        .map(|entry| {
-            let grids: Vec<_> = entry.demand.grids().map(|grid| format!("{} of {}", grid.name, grid.blocks)).collect();
-            format!("rank {} of another object holds {} ({})", entry.holder.rank, entry.demand.touched(limits), grids.join(", "))
-        })
-        .collect();
-    let held = if held.is_empty() { String::new() } else { format!("; {}", held.join(", ")) };
-    let got = format!("{}{ranks}: they need {need_sms} multiprocessors, because {why}", grids.join(", "));
-    let have = format!("{} multiprocessors{held}", limits.sms);
-    match fitting {
-        Some(blocks) => Error::invalid(op, "waiting grids", got, format!("grids that fit on {have}; at most {blocks} blocks each would")),
-        None => Error::Unsupported { op, what: got, why: format!("the device has {have}; not even grids of one block would fit") },
-    }
-}
-
-impl Drop for Permit {
-    fn drop(&mut self) {
-        lock(&self.registry.0).entries.retain(|entry| entry.id != self.id);
-    }
-}
-
 #[cfg(test)]
-mod tests {
+pub(super) mod tests {
     use super::*;
 
     /// Of an H200, as the driver reports it.
-    const H200: Limits = Limits {
+    pub const H200: Limits = Limits {
         sms: 132,
         sm: Block { threads: 2048, registers: 65536, smem_bytes: 233_472 },
         blocks: 32,
@@ -424,14 +351,16 @@ mod tests {
         queues: 8,
     };
 
-    fn grid(name: Name, blocks: u32, threads: u32, registers: u32) -> Waiting {
+    /// A grid that is not cut.
+    pub fn grid(name: Name, blocks: u32, threads: u32, registers: u32) -> Waiting {
         let block = H200.block(threads, registers, 0);
         let blocks_per_sm = (H200.sm.threads / block.threads).min(H200.sm.registers / block.registers).min(H200.blocks);
-        Waiting { name, blocks, block, blocks_per_sm }
+        Waiting { name, blocks, block, blocks_per_sm, is_fixed: true }
     }
 
-    fn demand(blocks: u32, threads: u32, registers: u32) -> Demand {
-        Demand { moments: vec![vec![grid("route", 1, 512, 64)], vec![grid("combine", blocks, threads, registers)]], other: Other::ANY }
+    pub fn demand(blocks: u32, threads: u32, registers: u32) -> Demand {
+        let moments = vec![vec![grid("route", 1, 512, 64)], vec![grid("combine", blocks, threads, registers)]];
+        Demand { moments, lingers: None, opens_when_alone: false, other: Other::ANY }
     }
 
     fn fits(num: usize, demand: &Demand) -> bool {
@@ -498,7 +427,7 @@ mod tests {
         assert!(fits(3, &with(44, 512, 110)) && !fits(3, &with(66, 512, 110)));
         // Shared memory counts too.
         let waiting = Waiting { block: H200.block(64, 32, 30 << 10), ..grid("combine", 132, 64, 32) };
-        let large = Demand { moments: vec![vec![waiting]], other };
+        let large = Demand { moments: vec![vec![waiting]], other, ..demand(1, 512, 64) };
         let small = Demand { other: Other { sms: 1, block: Some(H200.block(512, 64, 100 << 10)) }, ..large.clone() };
         assert!(!fits(2, &large) && fits(2, &small));
     }
@@ -525,69 +454,9 @@ mod tests {
     #[test]
     fn moments_do_not_add_up_but_what_waits_together_does() {
         let (low_latency, combine) = (grid("low_latency", 40, 256, 64), grid("combine", 60, 256, 64));
-        let apart = Demand { moments: vec![vec![low_latency], vec![combine]], other: Other::ANY };
-        let together = Demand { moments: vec![vec![low_latency, combine]], other: Other::ANY };
+        let apart = Demand { moments: vec![vec![low_latency], vec![combine]], ..demand(1, 512, 64) };
+        let together = Demand { moments: vec![vec![low_latency, combine]], ..demand(1, 512, 64) };
         assert_eq!((apart.touched(&H200), together.touched(&H200)), (60, 100));
         assert!(fits(3, &apart) && fits(2, &together) && !fits(3, &together));
-    }
-
-    fn holder(object: u64, rank: u32) -> Holder {
-        Holder { object: (0, object), rank: Rank(rank) }
-    }
-
-    fn registry() -> &'static Registry {
-        Box::leak(Box::new(Registry::new()))
-    }
-
-    #[test]
-    fn every_rank_gets_the_same_answer() {
-        let registry = registry();
-        let add = |rank, blocks| registry.register("ep setup", &H200, 0, holder(1, rank), 4, demand(blocks, 512, 110));
-        for rank in [2, 0] {
-            let Err(Error::Invalid { what, got, want, .. }) = add(rank, 66) else { panic!("four times 66 were accepted") };
-            assert_eq!(what, "waiting grids");
-            assert!(got.contains("combine of 66 blocks of 512 threads") && got.contains("each of 4 ranks") && got.contains("199"), "{got}");
-            assert!(want.contains("132 multiprocessors") && want.contains("at most 33 blocks"), "{want}");
-        }
-        let permits: Vec<_> = (0..4).map(|rank| add(rank, 33).unwrap()).collect();
-        assert_eq!(lock(&registry.0).entries.len(), 4);
-        drop(permits);
-        assert_eq!(lock(&registry.0).entries.len(), 0);
-    }
-
-    #[test]
-    fn a_device_takes_as_many_ranks_as_it_has_queues() {
-        let registry = registry();
-        let add = |world: usize, object: u64, rank: u32, num: usize| {
-            registry.register("ep setup", &H200, 0, Holder { object: (world, object), rank: Rank(rank) }, num, demand(1, 64, 32))
-        };
-        let Err(Error::Unsupported { what, why, .. }) = add(1, 1, 0, 9) else { panic!("9 ranks have 8 queues") };
-        assert!(what.starts_with("9 ranks") && why.contains(CONNECTIONS), "{what}; {why}");
-        // Two objects of 6 ranks, and another world.
-        let permits: Vec<_> = (0..12).map(|i| add(1, i / 6, i as u32 % 6, 6).unwrap()).collect();
-        let others = [0, 1].map(|rank| add(2, 1, rank, 2).unwrap());
-        assert!(add(3, 1, 0, 1).is_err());
-        drop(permits);
-        assert!(add(3, 1, 0, 6).is_ok() && add(3, 1, 0, 7).is_err());
-        drop(others);
-    }
-
-    #[test]
-    fn two_objects_count_twice_and_devices_apart() {
-        let registry = registry();
-        let add = |device, object, blocks| registry.register("ep setup", &H200, device, holder(object, 3), 1, demand(blocks, 512, 110));
-        let first = add(0, 1, 100).unwrap();
-        let other_device = add(1, 1, 132).unwrap();
-        let Err(Error::Invalid { want, .. }) = add(0, 2, 40) else { panic!("100 and 40 of 132 were accepted") };
-        assert!(want.contains("rank 3 of another object holds 100") && want.contains("at most 32 blocks"), "{want}");
-        let second = add(0, 2, 32).unwrap();
-        assert!(add(0, 3, 1).is_err());
-        drop(first);
-        let third = add(0, 3, 1).unwrap();
-        drop((second, third, other_device));
-        let full = add(0, 1, 132).unwrap();
-        let Err(Error::Unsupported { what, why, .. }) = add(0, 2, 1) else { panic!("there is no room at all") };
-        assert!(what.contains("133 multiprocessors") && why.contains("not even"), "{what}; {why}");
-        drop(full);
     }
 }

@@ -4,9 +4,10 @@
 use std::fmt;
 use std::marker::PhantomData;
 
+use super::registry::Waiting;
 use crate::ep::{Config, IdSpace, Layout, Overflow, Plan};
 use crate::error::Result;
-use crate::gpu::{Constant, Device, Kernel, Kernels, Resources, Spec};
+use crate::gpu::{Constant, Device, Geometry, Kernel, Kernels, Spec};
 
 /// The sources of a kernel of expert parallelism, in their order, then its own.
 macro_rules! ep_sources {
@@ -178,26 +179,11 @@ impl<P> Loaded<P> {
         Ok(Loaded { kernel, threads: program.threads, most_blocks, parameters: PhantomData })
     }
 
-    /// What its grids of at most `most_blocks` blocks, which wait for peers, take of a device.
-    pub fn waiting(&self, device: &Device, name: &'static str, most_blocks: u32) -> Result<Waiting> {
-        let resources = self.kernel.resources(device)?;
-        Ok(Waiting { name, resources, threads: self.threads, smem_bytes: resources.smem_bytes, most_blocks })
+    /// What its grids of at most `blocks` blocks, which wait for peers, take of a device.
+    pub fn waiting(&self, device: &Device, name: &'static str, blocks: u32, is_fixed: bool) -> Result<Waiting> {
+        let geometry = Geometry { threads: self.threads, ..Geometry::default() };
+        Ok(Waiting { is_fixed, ..Waiting::of(name, device, &self.kernel, &geometry, blocks)? })
     }
-}
-
-/// Blocks of one rank and object that wait for peers: what the registry of a device judges.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) struct Waiting {
-    /// Entry of the kernel.
-    pub name: &'static str,
-    /// As the driver reports them.
-    pub resources: Resources,
-    /// Threads of a block.
-    pub threads: u32,
-    /// Shared memory of a block.
-    pub smem_bytes: u32,
-    /// Most blocks that wait at once.
-    pub most_blocks: u32,
 }
 
 #[cfg(test)]

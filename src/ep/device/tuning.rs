@@ -16,7 +16,8 @@ pub struct Tuning {
     pub sums: Sums,
     /// With programmatic launch and rows `ByToken`: what is launched programmatically behind a dispatch may start while the dispatch still waits for the rows of
     /// peers. A promise of the caller for ranks that share a GPU: that is a combine of rows in place and as they are, or leaves room for the kernels of
-    /// the other ranks. Otherwise they stop each other until a wait comes to its bound. A rank alone on its GPU does it always.
+    /// the other ranks. Otherwise they stop each other until a wait comes to its bound. Of this the object refuses what it sees: other layouts and wires, and
+    /// combines of staged rows or with weights to be folded. A rank alone on its GPU does it always.
     pub early: bool,
     /// Leaves parts of the work out, to measure the rest: results are wrong then.
     #[doc(hidden)]

@@ -258,10 +258,11 @@ fn watch(page: &Page, me: Rank, mut lifelines: Vec<(Rank, OwnedFd)>, stopped: &O
             }
             is_alive
         });
-        // A failure of a process that lives, or that has left since: nobody here may be looking at the page.
+        // What a process did that lives, or that has ended since: nobody here may be looking at the page.
         if page.first().is_some() {
             page.run_hooks();
         }
+        page.tell_left();
     }
 }
 
@@ -270,6 +271,7 @@ mod tests {
     use std::sync::atomic::{AtomicU32, Ordering};
 
     use super::*;
+    use crate::ep::page::News;
 
     /// The hook of a process runs so often after what `before` did to the page as ranks 1 and 2 see it, and when their lifelines have ended, unless they live.
     fn hooks_run(want: u32, ends_live: bool, before: impl Fn(&Page)) {
@@ -277,8 +279,8 @@ mod tests {
         let page = Arc::new(Page::new(memory.clone(), 3));
         let count = Arc::new(AtomicU32::new(0));
         let counted = count.clone();
-        let hook = page.on_failure(Box::new(move || {
-            counted.fetch_add(1, Ordering::Relaxed);
+        let hook = page.on_news(Box::new(move |news| {
+            counted.fetch_add(u32::from(news == News::Failed), Ordering::Relaxed);
         }));
         let ((seen_1, end_1), (seen_2, end_2)) = (pipe().unwrap(), pipe().unwrap());
         let watched = Watch::start(page.clone(), Rank(0), vec![(Rank(1), seen_1), (Rank(2), seen_2)]).unwrap();

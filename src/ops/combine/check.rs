@@ -5,6 +5,7 @@ use std::sync::Arc;
 
 use super::{ExpertRows, Input, Output, Sent};
 use crate::ep::ExpertParallel;
+use crate::ep::device::End;
 use crate::error::{Error, Result};
 use crate::ops::dispatch::{Arrival, Routing, Rows, aligned_matrix, filled, matrix, same_object};
 use crate::space::Space;
@@ -42,6 +43,15 @@ pub(super) fn input<'a, S: Space>(
     if arrival.filled_by != routing.filled_by {
         let got = format!("of dispatch {}", arrival.filled_by);
         return Err(Error::invalid(OP, "arrival", got, format!("of the routing's dispatch {}", routing.filled_by)));
+    }
+    // What the caller has promised, as far as it can be seen here.
+    if ep.shared.cuda().is_some_and(End::is_early) {
+        let refused = |what, got| Err(Error::invalid(OP, what, got, "as the promise of Tuning::early says: rows in place, as they are"));
+        match (&input.y, &input.row_weights) {
+            (ExpertRows::InPlace, None) => {}
+            (ExpertRows::Staged(_), _) => return refused("y", "staged"),
+            (ExpertRows::InPlace, Some(_)) => return refused("row_weights", "weights to be folded"),
+        }
     }
     // The host of a GPU does not know how many rows arrived.
     let rows = ep.shared.cuda().map_or_else(|| arrival.lease.counts().num_rows(), |_| ep.plan().max_rows);

@@ -33,6 +33,20 @@ pub(super) fn dispatch(ep: &mut ExpertParallel, routing: &mut Routing, input: &I
     Ok(arrival)
 }
 
+pub(super) fn dispatch_around(
+    ep: &mut ExpertParallel,
+    routing: &mut Routing,
+    input: &Input<'_>,
+    between: impl FnOnce() -> Result<()>,
+) -> Result<Arrival> {
+    let shared = ep.shared.clone();
+    shared.check_alive()?;
+    let ctx = end_of(&shared).ctx();
+    let (lease, call) = begin(ep, &ctx, routing, input)?;
+    ep.queued("dispatch", gpu::dispatch_around(&ctx, &call, between))?;
+    Ok(Arrival::new(lease, routing.filled_by))
+}
+
 pub(super) fn dispatch_send(ep: &mut ExpertParallel, routing: &mut Routing, input: &Input<'_>) -> Result<Sent> {
     let shared = ep.shared.clone();
     let end = end_of(&shared);

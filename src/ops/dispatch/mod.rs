@@ -118,6 +118,23 @@ impl ExpertParallel {
         Ok(self.replay_receive(routing, sent)?)
     }
 
+    /// A [`dispatch`](Self::dispatch) in whose middle the caller queues work of its own, behind the routes and before the rows: for tests, of ranks that are
+    /// late there. On a GPU, in the form of two kernels.
+    ///
+    /// # Errors
+    /// As [`dispatch`](Self::dispatch); `Unsupported` on a CPU.
+    #[doc(hidden)]
+    pub fn dispatch_around(&mut self, routing: &mut Routing, input: &Input<'_>, between: impl FnOnce() -> Result<()>) -> Result<Arrival> {
+        if self.shared.cuda().is_none() {
+            return Err(Error::Unsupported {
+                op: "dispatch_around",
+                what: "backend cpu".into(),
+                why: "nothing can be queued there".into(),
+            });
+        }
+        cuda::dispatch_around(self, routing, input, between)
+    }
+
     /// The kernel that moves the rows of a call that has arrived, once more and alone, to be timed: without routing, without a word to any peer. On a GPU,
     /// after a `retune` to [`Measure::skip_signals`](crate::ep::Measure).
     ///

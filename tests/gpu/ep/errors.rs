@@ -12,8 +12,9 @@ use moe_kernels::ops::dispatch::{Input, NumTokens, Outputs, Payload, Routing};
 use moe_kernels::tensor::Layout as Strides;
 use moe_kernels::{Backend, DType, DeviceAddress, Error, Rank, Result, TensorView, TensorViewMut};
 
-use super::graphs::beside_others;
+use super::super::kernels::delay;
 use super::rig::{Options, Rig, run};
+use super::rounds::with_modes;
 use super::{Needs, Outcome, Test, base, ensure, failed, scale};
 use crate::world::first_cause;
 
@@ -22,6 +23,7 @@ pub const TRIALS: &[(&str, Needs, Test)] = &[
     ("ep errors: a rank that never combines", Needs::GpuAlone, never_combines),
     ("ep errors: a rank that panics", Needs::GpuAlone, panics),
     ("ep errors: a rank that leaves", Needs::GpuAlone, leaves),
+    ("ep errors: a rank that leaves when it is done", Needs::GpuAlone, leaves_in_time),
     ("ep errors: a rank calls replay instead of dispatch", Needs::GpuAlone, different_calls),
     ("ep errors: more tokens than any call may have", Needs::GpuAlone, too_many_tokens),
     ("ep errors: bad arguments", Needs::GpuAlone, bad_arguments),
@@ -33,7 +35,8 @@ fn short() -> Config {
 
 pub fn shapes() -> Vec<Shape> {
     let mut all = [2, 3, 4, 8].map(|ranks| (ranks, base(), Tuning::default())).to_vec();
-    all.extend([base(), Config { max_tokens: base().max_tokens + 1, ..base() }].map(|config| (2, config, beside_others())));
+    all.extend(with_modes(base()).map(|config| (3, config, Tuning::default())));
+    all.extend([base(), Config { max_tokens: base().max_tokens + 1, ..base() }].map(|config| (2, config, Tuning::default())));
     all
 }
 
@@ -42,7 +45,7 @@ fn outcome(
     ranks: usize,
     config: &Config,
     culprit: usize,
-    its_part: impl Fn(&World, Rig) -> Result<()> + Sync,
+    its_part: impl Fn(World, Rig) -> Result<()> + Sync,
     others_part: impl Fn(&mut Rig) -> Result<()> + Sync,
 ) -> Result<(Vec<Result<()>>, f64), Failed> {
     let slowest = std::sync::Mutex::new(0f64);
@@ -52,7 +55,7 @@ fn outcome(
         rig.verdict()?;
         world.barrier()?;
         if world.rank().index() == culprit {
-            return its_part(&world, rig);
+            return its_part(world, rig);
         }
         let start = Instant::now();
         let result = others_part(&mut rig);
@@ -101,7 +104,7 @@ fn wait_for_bound(config: &Config) {
 fn never_calls() -> Outcome {
     for ranks in [2, 4, 8] {
         let (config, culprit) = (short(), ranks - 1);
-        let late = |_: &World, rig: Rig| {
+        let late = |_: World, rig: Rig| {
             wait_for_bound(&config);
             drop(rig);
             Ok(())
@@ -117,7 +120,7 @@ fn never_calls() -> Outcome {
 
 fn never_combines() -> Outcome {
     let config = short();
-    let late = |_: &World, mut rig: Rig| {
+    let late = |_: World, mut rig: Rig| {
         let arrival = rig.dispatch(0)?;
         rig.stream.synchronize()?;
         wait_for_bound(&config);
@@ -132,22 +135,68 @@ fn never_combines() -> Outcome {
 
 fn panics() -> Outcome {
     let config = base();
-    let part = |_: &World, _rig: Rig| -> Result<()> { std::panic::resume_unwind(Box::new("a test's panic")) };
+    let part = |_: World, _rig: Rig| -> Result<()> { std::panic::resume_unwind(Box::new("a test's panic")) };
     let (results, seconds) = outcome(4, &config, 1, part, |rig| rig.round(0).and_then(|()| rig.verdict()))?;
     all_blame(&results, 1, FailureKind::Panicked)?;
     ensure(seconds < bound(&config) / 2.0, format!("{seconds} s: found by the bound of {} s", bound(&config)))
 }
 
 fn leaves() -> Outcome {
-    let config = short();
-    let part = |_: &World, rig: Rig| {
-        drop(rig);
-        Ok(())
-    };
-    let (results, seconds) = outcome(3, &config, 0, part, |rig| rig.round(0).and_then(|()| rig.verdict()))?;
-    // Kernels wait for it as for one that is late.
-    all_blame(&results, 0, FailureKind::Timeout)?;
-    ensure(seconds < bound(&config) + 0.4, format!("{seconds} s, the bound is {} s", bound(&config)))
+    for config in with_modes(base()) {
+        // The world first: a rank that frees memory waits for all kernels of its process, and has not left before.
+        let part = |world: World, rig: Rig| {
+            drop(world);
+            drop(rig);
+            Ok(())
+        };
+        let (results, seconds) = outcome(3, &config, 0, part, |rig| rig.round(0).and_then(|()| rig.verdict()))?;
+        let first = all_blame(&results, 0, FailureKind::Left)?;
+        ensure((first.op, first.phase, first.rank) == ("dispatch", "counts", Rank(0)), format!("{first:?}"))?;
+        ensure(seconds < bound(&config) / 4.0, format!("{seconds} s: found by the bound of {} s", bound(&config)))?;
+        // Between dispatch and combine.
+        let part = |world: World, mut rig: Rig| {
+            let arrival = rig.dispatch(0)?;
+            drop(arrival);
+            drop(world);
+            drop(rig);
+            Ok(())
+        };
+        let (results, seconds) = outcome(3, &config, 2, part, |rig| rig.round(0).and_then(|()| rig.verdict()))?;
+        let first = all_blame(&results, 2, FailureKind::Left)?;
+        ensure((first.op, first.phase, first.rank) == ("combine", "ready", Rank(2)), format!("{first:?}"))?;
+        ensure(seconds < bound(&config) / 4.0, format!("{seconds} s: found by the bound of {} s", bound(&config)))?;
+    }
+    Ok(())
+}
+
+/// A rank that has done its part may go: who waits for another rank then, longer than it takes to hear of it, is served.
+fn leaves_in_time() -> Outcome {
+    for config in with_modes(base()) {
+        let work = |world: World| -> Result<()> {
+            let mut rig = Rig::new(&world, &config, Options { full: true, ..Options::default() })?;
+            delay(&rig.stream, 0)?; // loads it
+            rig.round(0)?;
+            rig.verdict()?;
+            world.barrier()?;
+            let arrival = rig.dispatch(0)?;
+            if world.rank() == Rank(0) {
+                // Its rows may be read, and it does not want its sums.
+                drop(rig.combine_send(0, arrival)?);
+                drop(world);
+                drop(rig);
+                return Ok(());
+            }
+            if world.rank() == Rank(1) {
+                delay(&rig.stream, 300_000_000)?; // arbitrary: far above what it takes to hear that rank 0 has left
+            }
+            // Rank 2 waits for rank 1 while rank 0 is gone.
+            rig.combine(0, arrival)?;
+            rig.check_sums(0)?;
+            rig.verdict()
+        };
+        run(3, false, work).map_err(|error| failed(&format!("{config:?}"), &error))?;
+    }
+    Ok(())
 }
 
 /// All ranks are told; the arrival of that call has no rows, its combine writes nothing, and the next call works.
@@ -229,9 +278,8 @@ fn bad_arguments() -> Outcome {
     let config = base();
     let (hidden, k) = (config.hidden, config.k);
     let work = |world: World| -> Result<()> {
-        let options = || Options { tuning: beside_others(), ..Options::default() };
-        let mut rig = Rig::new(&world, &config, options())?;
-        let mut other = Rig::new(&world, &Config { max_tokens: config.max_tokens + 1, ..config.clone() }, options())?;
+        let mut rig = Rig::new(&world, &config, Options::default())?;
+        let mut other = Rig::new(&world, &Config { max_tokens: config.max_tokens + 1, ..config.clone() }, Options::default())?;
         let device = rig.stream.device().clone();
         let memory = Buffer::new(&device, 1 << 16)?;
         memory.fill(&rig.stream, 0, memory.len(), 0)?;

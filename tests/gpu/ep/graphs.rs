@@ -4,8 +4,10 @@ use moe_kernels::check::Shape;
 use moe_kernels::ep::{Config, Layout, Mode, Overflow, PhaseTuning, Tuning, World};
 use moe_kernels::error::Limit;
 use moe_kernels::gpu::{Graph, Stream};
-use moe_kernels::{Backend, Error, Result};
+use moe_kernels::random::SplitMix64;
+use moe_kernels::{Backend, DType, Error, Result};
 
+use super::super::kernels::delay;
 use super::rig::{Options, Rig, run};
 use super::{Needs, Outcome, Test, base, ensure, failed};
 
@@ -13,6 +15,7 @@ pub const TRIALS: &[(&str, Needs, Test)] = &[
     ("ep graphs: counts and routes change, several are alive", Needs::GpuAlone, several),
     ("ep graphs: overflow", Needs::GpuAlone, overflow),
     ("ep graphs: two objects", Needs::GpuAlone, two_objects),
+    ("ep graphs: objects that take turns", Needs::GpuAlone, objects_in_turns),
     ("ep graphs: two banks, out of order", Needs::GpuAlone, out_of_order),
 ];
 
@@ -49,6 +52,7 @@ pub fn shapes() -> Vec<Shape> {
     let mut all: Vec<Shape> = configs().into_iter().map(|(ranks, config)| (ranks, config, Tuning::default())).collect();
     all.extend([(2, tight(), Tuning::default()), (2, two_banks(), Tuning::default()), (4, two_banks(), Tuning::default())]);
     all.extend([2, 4].map(|ranks| (ranks, two_banks(), beside_others())));
+    all.extend([2, 4].map(|ranks| (ranks, many(), Tuning::default())));
     all
 }
 
@@ -150,21 +154,38 @@ fn overflow() -> Outcome {
     ensure(num_over >= 3 && num_fit >= 3, format!("{num_over} rounds overflow, {num_fit} do not"))
 }
 
-/// Two objects of one world, each in its own stream, at the same time: eagerly, then in graphs.
+/// Blocks of the kernel that sums, in a call of as many tokens as there may be: the largest waiting grid.
+fn combine_blocks(rig: &Rig) -> u32 {
+    rig.ep.launches(rig.ep.config().max_tokens).map_or(0, |launches| launches.combine.blocks)
+}
+
+/// Grids as large as the device has room for.
+fn many() -> Config {
+    Config { timeout: base().timeout, ..Config::new(256, DType::BF16, 16, 4, 4096) }
+}
+
+/// Two objects of one world, each in its own stream, at the same time: eagerly, with delays, then in graphs. They share the device.
 fn two_objects() -> Outcome {
-    for ranks in [2, 4] {
-        let work = |world: World| -> Result<()> {
-            let tuning = beside_others();
-            let mut first = Rig::new(&world, &two_banks(), Options { tuning, ..Options::default() })?;
-            let mut second = Rig::new(&world, &two_banks(), Options { tuning, staged: true, ..Options::default() })?;
+    let cases = [(two_banks(), Tuning::default()), (two_banks(), beside_others()), (many(), Tuning::default())];
+    for (ranks, (config, tuning)) in [2, 4].into_iter().flat_map(|ranks| cases.clone().map(|case| (ranks, case))) {
+        let work = |world: World| -> Result<u32> {
+            let mut first = Rig::new(&world, &config, Options { tuning, ..Options::default() })?;
+            let alone = combine_blocks(&first);
+            let mut second = Rig::new(&world, &config, Options { tuning, staged: true, ..Options::default() })?;
             let Backend::Cuda(cuda) = world.backend() else { unreachable!("a GPU was asked for") };
             second.set_stream(&Stream::new(cuda.device())?)?;
+            [&first, &second].into_iter().try_for_each(|rig| delay(&rig.stream, 0))?; // loads it
             world.barrier()?;
+            let mut random = SplitMix64::stream(ranks as u64, world.rank().0.into());
             for _ in 0..4 {
+                for rig in [&first, &second] {
+                    delay(&rig.stream, random.below(200_000))?; // arbitrary, several rounds of a small object
+                }
                 first.round(0)?;
                 second.round(0)?;
                 second.round(0)?;
             }
+            let shared = combine_blocks(&first);
             let streams = [first.stream.clone(), second.stream.clone()];
             let graphs = [record(&streams[0], || first.round(0))?, record(&streams[1], || second.round(0))?];
             for i in [0, 1, 1, 0, 0, 1, 0, 0, 1, 1] {
@@ -172,9 +193,55 @@ fn two_objects() -> Outcome {
             }
             let verdict = first.verdict().and(second.verdict());
             world.barrier()?;
-            verdict
+            verdict.map(|()| alone - shared)
         };
-        run(ranks, ranks == 4, work).map_err(|error| failed(&format!("{ranks} ranks"), &error))?;
+        let name = format!("{ranks} ranks, {config:?}, {tuning:?}");
+        let fewer = run(ranks, ranks == 4, work).map_err(|error| failed(&name, &error))?;
+        ensure(config != many() || fewer.iter().all(|fewer| *fewer > 0), format!("{name}: {fewer:?} blocks fewer than alone"))?;
+    }
+    Ok(())
+}
+
+/// An object in use has what it has. One that is made later in the same stream costs it nothing; moved to another stream it finds no room, and says so.
+fn objects_in_turns() -> Outcome {
+    let work = |world: World| -> Result<()> {
+        let Backend::Cuda(cuda) = world.backend() else { unreachable!("a GPU was asked for") };
+        let apart = Stream::new(cuda.device())?;
+        let mut first = Rig::new(&world, &many(), Options::default())?;
+        first.round(0)?;
+        let alone = combine_blocks(&first);
+        let stream = first.stream.clone();
+        first.verdict()?;
+        world.barrier()?;
+        let mut second = Rig::new(&world, &many(), Options { staged: true, ..Options::default() })?;
+        let graphs = [record(&stream, || first.round(0))?, record(&stream, || second.round(0))?];
+        for i in [0, 1, 1, 0, 1, 0] {
+            graphs[i].launch(&stream)?;
+        }
+        first.round(0)?;
+        second.round(0)?;
+        assert_eq!([combine_blocks(&first), combine_blocks(&second)], [alone; 2], "one stream");
+        second.verdict()?;
+        world.barrier()?;
+        second.set_stream(&apart)?;
+        match second.dispatch(0) {
+            Err(Error::Unsupported { why, .. }) if why.contains("another object holds") && why.contains("Tuning::sms") => {}
+            other => panic!("{:?}", other.map(drop)),
+        }
+        // Nothing has happened. Both in the other stream take turns again.
+        first.set_stream(&apart)?;
+        apart.synchronize()?;
+        world.barrier()?;
+        for _ in 0..2 {
+            first.round(0)?;
+            second.round(0)?;
+        }
+        let verdict = first.verdict().and(second.verdict());
+        world.barrier()?;
+        verdict
+    };
+    for (ranks, programmatic) in [(2, false), (2, true), (4, true)] {
+        run(ranks, programmatic, work).map_err(|error| failed(&format!("{ranks} ranks"), &error))?;
     }
     Ok(())
 }

@@ -1,17 +1,20 @@
 //! Ranks that are processes and share the GPU: it takes turns among them, so a wait takes milliseconds.
 
+use std::time::Duration;
+
 use moe_kernels::check::Shape;
 use moe_kernels::ep::{Config, Mode, Rendezvous, Tuning, World};
 use moe_kernels::{Backend, Rank, Result};
 
 use super::rig::{Options, Rig};
 use super::{Needs, Outcome, Test, base, report};
-use crate::processes::{all_well, survivors_blame_of};
+use crate::processes::{all_well, one_left, survivors_blame_of};
 
 pub(super) const TRIALS: &[(&str, Needs, Test)] = &[
     ("ep processes: rounds of 2", Needs::GpuAlone, || timed("20", 2)),
     ("ep processes: rounds of 4", Needs::GpuAlone, || timed("6", 4)),
     ("ep processes: rounds of 8", Needs::GpuAlone, || timed("2", 8)),
+    ("ep processes: one that leaves", Needs::GpuAlone, || one_left("gpu leave", 3)),
     ("ep processes: a killed one", Needs::GpuAlone, || survivors_blame_of("gpu killed", "gpu", &[1], 3).map(|_| ())),
 ];
 
@@ -47,6 +50,24 @@ pub fn endless(world: &World, enter: impl FnOnce()) -> Result<()> {
     rig.verdict()?;
     world.barrier()?;
     enter();
+    loop {
+        rig.round(0)?;
+        rig.verdict()?;
+    }
+}
+
+/// One rank's rounds until rank 0, which lives on, has left.
+pub fn leave(world: World) -> Result<()> {
+    let mut rig = Rig::new(&world, &base(), Options::default())?;
+    rig.round(0)?;
+    rig.verdict()?;
+    world.barrier()?;
+    if world.rank() == Rank(0) {
+        drop(world);
+        drop(rig);
+        std::thread::sleep(Duration::from_secs(2)); // arbitrary: far above what it takes to hear of it
+        return Ok(());
+    }
     loop {
         rig.round(0)?;
         rig.verdict()?;

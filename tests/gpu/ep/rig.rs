@@ -298,6 +298,14 @@ impl Rig {
         ep.dispatch(routing, &input(config, &set.x, &set.ids, &set.count)?, Outputs::default())
     }
 
+    /// The same, with what `between` queues in its middle.
+    pub fn dispatch_around(&mut self, s: usize, between: impl FnOnce() -> Result<()>) -> Result<Arrival> {
+        self.fill(s)?;
+        let (ep, config, set) = (&mut self.ep, &self.config, &mut self.sets[s]);
+        let routing = set.routing.as_mut().expect("there until the rig is dropped");
+        ep.dispatch_around(routing, &input(config, &set.x, &set.ids, &set.count)?, between)
+    }
+
     /// The first half of it.
     pub fn dispatch_send(&mut self, s: usize) -> Result<Sent> {
         self.fill(s)?;
@@ -413,6 +421,17 @@ impl Rig {
         let shape = [config.max_tokens + EXTRA_ROWS, config.hidden];
         let out = set.out.view_mut(0, Strides::contiguous("test", config.combine_dtype, &shape)?)?;
         let input = combine::Input { y: ExpertRows::InPlace, row_weights: None };
+        Ok(ep.combine(routing, arrival, &input, combine::Output { out, add_to: None, topk_weights: None })?)
+    }
+
+    /// Combine alone, of whatever rows are there.
+    pub fn combine_alone(&mut self, s: usize, arrival: Arrival) -> Result<()> {
+        let (ep, config, set) = (&mut self.ep, &self.config, &mut self.sets[s]);
+        let y = rows_of(&self.options, config, ep.plan().max_rows, &set.y)?;
+        let shape = [config.max_tokens + EXTRA_ROWS, config.hidden];
+        let out = set.out.view_mut(0, Strides::contiguous("test", config.combine_dtype, &shape)?)?;
+        let routing = set.routing.as_ref().expect("there until the rig is dropped");
+        let input = combine::Input { y, row_weights: None };
         Ok(ep.combine(routing, arrival, &input, combine::Output { out, add_to: None, topk_weights: None })?)
     }
 

@@ -6,8 +6,8 @@ use moe_kernels::check::Shape;
 use moe_kernels::check::ep::Script;
 use moe_kernels::check::ep::cases::{Traffic, combine_script, low_latency, many_tokens};
 use moe_kernels::check::ep::inputs::Ids;
-use moe_kernels::ep::{Config, Layout, Mode, PhaseTuning, Reduce, Tuning, World};
-use moe_kernels::gpu::{Buffer, Geometry};
+use moe_kernels::ep::{Config, Layout, Mode, PhaseTuning, Reduce, Tuning, Wire, World};
+use moe_kernels::gpu::{Buffer, Geometry, Stream};
 use moe_kernels::random::SplitMix64;
 use moe_kernels::{Backend, DType, Error, Result};
 
@@ -20,13 +20,15 @@ pub const TRIALS: &[(&str, Needs, Test)] = &[
     ("ep rounds: random delays", Needs::GpuAlone, delays),
     ("ep rounds: thousands", Needs::GpuAlone, stress),
     ("ep rounds: late ranks beside other kernels", Needs::GpuAlone, late),
+    ("ep rounds: late rows beside other kernels", Needs::GpuAlone, late_rows),
+    ("ep rounds: what early promises", Needs::GpuAlone, promised),
     ("ep rounds: grids that would stop a late rank are refused", Needs::GpuAlone, refused),
     ("ep rounds: 65536 tokens", Needs::GpuAlone, many),
     ("ep rounds: 524288 tokens", Needs::GpuAlone, most),
     ("ep rounds: the same bytes with any launch", Needs::GpuAlone, same_bytes),
 ];
 
-fn with_modes(config: Config) -> [Config; 2] {
+pub fn with_modes(config: Config) -> [Config; 2] {
     [config.clone(), Config { mode: Mode::LowLatency, expected_tokens: 4, ..config }]
 }
 
@@ -63,6 +65,9 @@ pub fn shapes() -> Vec<Shape> {
         all.push((ranks, large(2048, MANY), Tuning::default()));
     }
     all.push((2, large(2048, MOST), Tuning::default()));
+    let early = Tuning { early: true, ..Tuning::default() };
+    all.extend(late_configs().into_iter().chain([base()]).map(|config| (2, config, early)));
+    all.push((1, base(), early));
     for script in scripts() {
         all.extend(tunings().map(|tuning| (script.world, script.config.clone(), Tuning { sums: script.tuning().sums, ..tuning })));
     }
@@ -167,13 +172,13 @@ fn stress() -> Outcome {
 }
 
 /// A kernel that fills the device several times over, with so much shared memory in each block.
-fn beside(rig: &Rig, memory: &Buffer, smem_bytes: u32) -> Result<()> {
+fn beside(stream: &Stream, memory: &Buffer, smem_bytes: u32) -> Result<()> {
     let form = Form { smem_bytes, cluster: 1, cooperative: false, programmatic: false };
-    let kernel = KERNELS.get("test", &rig.stream, Kernel::Together(form))?;
+    let kernel = KERNELS.get("test", stream, Kernel::Together(form))?;
     let at = memory.address().address;
     let geometry = Geometry { grid: [(memory.len() / 4) as u32, 1, 1], threads: 256, smem_bytes, ..Geometry::default() };
     // SAFETY: the kernel is `together`, with as many words as blocks; the memory lives until the stream was waited for.
-    unsafe { kernel.launch(&rig.stream, &geometry, &Together { sums: at, turned: at, arrivals: at }) }
+    unsafe { kernel.launch(stream, &geometry, &Together { sums: at, turned: at, arrivals: at }) }
 }
 
 /// Shared memory of blocks beside which others wait: nearly all, some, little.
@@ -188,7 +193,7 @@ fn late() -> Outcome {
                     let mut rig = Rig::new(&world, &config, Options { full: true, ..Options::default() })?;
                     let memory = Buffer::new(rig.stream.device(), 4 * 600)?; // 600 blocks: arbitrary, several on each multiprocessor
                     memory.fill(&rig.stream, 0, memory.len(), 0)?;
-                    beside(&rig, &memory, smem_bytes)?;
+                    beside(&rig.stream, &memory, smem_bytes)?;
                     rig.stream.synchronize()?;
                     world.barrier()?;
                     for early in 0..2 {
@@ -196,7 +201,7 @@ fn late() -> Outcome {
                         let come = |rig: &Rig| -> Result<()> {
                             if is_late {
                                 std::thread::sleep(Duration::from_millis(3));
-                                beside(rig, &memory, smem_bytes)?;
+                                beside(&rig.stream, &memory, smem_bytes)?;
                             }
                             Ok(())
                         };
@@ -220,6 +225,88 @@ fn late() -> Outcome {
         }
     }
     Ok(())
+}
+
+/// Some rank waits in `payload` for the rows of the others, which have routed, and come with kernels of their own before they send any.
+fn late_rows() -> Outcome {
+    // The other mode has one kernel.
+    for config in late_configs().into_iter().filter(|config| config.mode == Mode::Throughput) {
+        for (ranks, programmatic, early) in [(2, false, false), (4, true, false), (2, true, true)] {
+            if early && config.layout != Layout::ByToken {
+                continue;
+            }
+            for smem_bytes in BESIDE {
+                let work = |world: World| -> Result<()> {
+                    let tuning = Tuning { early, ..Tuning::default() };
+                    let mut rig = Rig::new(&world, &config, Options { full: true, tuning, ..Options::default() })?;
+                    let memory = Buffer::new(rig.stream.device(), 4 * 600)?; // 600 blocks, as above
+                    memory.fill(&rig.stream, 0, memory.len(), 0)?;
+                    beside(&rig.stream, &memory, smem_bytes)?;
+                    delay(&rig.stream, 0)?; // loads it
+                    rig.stream.synchronize()?;
+                    world.barrier()?;
+                    for first in 0..2 {
+                        let (stream, is_late) = (rig.stream.clone(), world.rank().0 != first);
+                        let between = || match is_late {
+                            // 3 ms: arbitrary, after which the other rank's last block waits.
+                            true => delay(&stream, 3_000_000).and_then(|()| beside(&stream, &memory, smem_bytes)),
+                            false => Ok(()),
+                        };
+                        let arrival = rig.dispatch_around(0, between)?;
+                        rig.check_rows(0, &arrival)?;
+                        rig.combine(0, arrival)?;
+                        rig.check_sums(0)?;
+                        rig.advance(0)?;
+                        // Nothing but the combine behind the dispatch, which with `early` is there while the rows are not.
+                        let arrival = rig.dispatch_around(0, between)?;
+                        rig.combine_alone(0, arrival)?;
+                        rig.stream.synchronize()?;
+                        world.barrier()?;
+                    }
+                    rig.finish()?;
+                    drop(memory);
+                    Ok(())
+                };
+                let name = format!("{ranks} ranks, {} KB beside them, early {early}, {config:?}", smem_bytes >> 10);
+                run(ranks, programmatic, work).map_err(|error| failed(&name, &error))?;
+            }
+        }
+    }
+    Ok(())
+}
+
+/// With the promise that rows are combined in place, other combines are refused, and the arrival is given back.
+fn promised() -> Outcome {
+    let tuning = Tuning { early: true, ..Tuning::default() };
+    let work = |world: World| -> Result<()> {
+        let mut staged = Rig::new(&world, &base(), Options { tuning, staged: true, ..Options::default() })?;
+        for _ in 0..2 {
+            let arrival = staged.dispatch(0)?;
+            match staged.combine_alone(0, arrival) {
+                Err(Error::Invalid { what, got, want, .. }) if what == "y" && got == "staged" && want.contains("early") => {}
+                other => panic!("{other:?}"),
+            }
+        }
+        staged.finish()?;
+        for config in [Config { wire: Wire::Fp8Direct, ..base() }, Config { layout: Layout::ByExpert { segment_align: 4 }, ..base() }] {
+            match moe_kernels::ep::ExpertParallel::with_tuning(&world, config, tuning) {
+                Err(Error::Invalid { what, .. }) if what == "early" => {}
+                other => panic!("{:?}", other.map(drop)),
+            }
+        }
+        let mut in_place = Rig::new(&world, &base(), Options { tuning, ..Options::default() })?;
+        (0..3).try_for_each(|_| in_place.round(0))?;
+        in_place.finish()
+    };
+    run(2, true, work).map_err(|error| failed("with programmatic launch", &error))?;
+    // Nothing starts early without it, nor beside nobody.
+    let any = |world: World| -> Result<()> {
+        let mut rig = Rig::new(&world, &base(), Options { tuning, staged: true, ..Options::default() })?;
+        (0..3).try_for_each(|_| rig.round(0))?;
+        rig.finish()
+    };
+    run(2, false, any).map_err(|error| failed("without", &error))?;
+    run(1, true, any).map(drop).map_err(|error| failed("alone", &error))
 }
 
 /// A combine of a block on each multiprocessor, from each of two ranks.

@@ -2,11 +2,15 @@
 //! 256 (docs/ep-gpu.md); what lies between them follows the same rules.
 #![forbid(unsafe_code)]
 
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, Ordering};
+
 use rayon::prelude::*;
 
 use super::params::{CombineParameters, PrepareParameters, SendParameters};
 use super::spec::{Add, KERNELS, Kind, Row, Spec};
-use crate::ep::device::shape::{self, Shape, Waiting};
+use crate::ep::device::registry::Waiting;
+use crate::ep::device::shape::{self, Shape};
 use crate::ep::device::table::{Key, Measured, TablePhase};
 use crate::ep::device::tuning::{
     ChosenBy, Class, LANES, Launch, PhaseTuning, Split, Tokens, Tuning, blocks_for, registers, without_repeats,
@@ -270,7 +274,7 @@ pub(crate) struct Loaded {
     wait: Option<shape::Loaded<SendParameters>>,
     /// By class, by what is added, by whether weights are folded back; those that no call may ask for are missing.
     combine: [[[Option<shape::Loaded<CombineParameters>>; 2]; 3]; 3],
-    most_waiting: u32,
+    most_waiting: Arc<AtomicU32>,
 }
 
 impl Loaded {
@@ -302,7 +306,7 @@ impl Loaded {
                 None
             },
             combine,
-            most_waiting: u32::MAX,
+            most_waiting: Arc::new(AtomicU32::new(u32::MAX)),
             choice,
         })
     }
@@ -334,9 +338,10 @@ impl Loaded {
 
     /// The grids whose blocks wait for peers.
     pub fn waiting(&self, device: &Device) -> Result<Vec<Waiting>> {
+        let is_fixed = self.choice.phase().geometry.is_some();
         let mut all = Vec::new();
         if let Some(wait) = &self.wait {
-            all.push(wait.waiting(device, "send", 1)?);
+            all.push(wait.waiting(device, "send", 1, true)?);
         }
         for class in Class::ALL {
             if self.choice.mapping(class).waits_before {
@@ -346,9 +351,9 @@ impl Loaded {
                 let most = if class == Class::Some { self.choice.most_some() } else { class.most() };
                 let blocks = self.combine_blocks(Tokens::exactly(most), class, kernel);
                 // Another number of tokens of a table may have more.
-                let measured =
-                    if self.choice.phase().geometry.is_some() { 1 } else { self.choice.within(self.choice.measured.most_blocks(class)) };
-                all.push(kernel.waiting(device, "combine", blocks.max(measured.min(kernel.most_blocks).min(self.most_waiting)))?);
+                let measured = if is_fixed { 1 } else { self.choice.within(self.choice.measured.most_blocks(class)) };
+                let blocks = blocks.max(measured.min(kernel.most_blocks).min(self.most_waiting()));
+                all.push(kernel.waiting(device, "combine", blocks, is_fixed)?);
             }
         }
         Ok(all)
@@ -371,13 +376,20 @@ impl Loaded {
         }
     }
 
-    pub fn limit_waiting(&mut self, blocks: u32) {
-        self.most_waiting = blocks.max(1);
+    /// Unless the caller has said how many.
+    pub fn limit_waiting(&self, blocks: u32) {
+        if self.choice.phase().geometry.is_none() {
+            self.most_waiting.store(blocks.max(1), Ordering::Relaxed);
+        }
+    }
+
+    fn most_waiting(&self) -> u32 {
+        self.most_waiting.load(Ordering::Relaxed)
     }
 
     pub(super) fn combine_blocks(&self, tokens: Tokens, class: Class, kernel: &shape::Loaded<CombineParameters>) -> u32 {
         let blocks = self.choice.combine_blocks(tokens, class);
-        if self.choice.mapping(class).waits_before { blocks } else { blocks.min(kernel.most_blocks).min(self.most_waiting) }
+        if self.choice.mapping(class).waits_before { blocks } else { blocks.min(kernel.most_blocks).min(self.most_waiting()) }
     }
 }
 

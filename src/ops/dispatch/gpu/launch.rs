@@ -116,10 +116,16 @@ pub(crate) struct ReportCall {
 
 /// A whole dispatch.
 pub(crate) fn dispatch(ctx: &Ctx, call: &Call) -> Result<()> {
+    dispatch_around(ctx, call, || Ok(()))
+}
+
+/// The same, with what `between` queues behind the kernel that makes the routes, if rows are another kernel's.
+pub(crate) fn dispatch_around(ctx: &Ctx, call: &Call, between: impl FnOnce() -> Result<()>) -> Result<()> {
     if ctx.kernels.dispatch.low_latency.is_some() {
         return low_latency(ctx, call);
     }
     route(ctx, call)?;
+    between()?;
     payload(ctx, &call.replay(), true)?;
     arrange(ctx, &call.receive(), false)
 }
@@ -281,8 +287,8 @@ fn payload(ctx: &Ctx, call: &ReplayCall, waits: bool) -> Result<()> {
         max_tokens: ctx.max_tokens,
         x_rows,
         waits: waits.into(),
-        // What comes next is not known here, and might fill a device that ranks share, as `arrange` would.
-        triggers: (ctx.ranks_on_device == 1 || kernels.choice.tuning.early && !ctx.is_by_expert).into(),
+        // What comes next is not known here, and might fill a device that is shared, as `arrange` would.
+        triggers: (ctx.ranks_on_device == 1 && kernels.is_alone() || kernels.choice.tuning.early && !ctx.is_by_expert).into(),
         spare: 0,
         me: *ctx.me(call.bank),
     };
@@ -364,14 +370,19 @@ pub(crate) fn report(ctx: &Ctx, call: &ReportCall) -> Result<()> {
         me: *ctx.me(call.bank),
     };
     let blocks = if call.source == 0 { 1 } else { ctx.max_rows.div_ceil(kernel.threads).clamp(1, 2 * ctx.num_sms) };
-    queue(ctx, kernel, blocks, &parameters)
+    // A large grid, which must not take the place of other ranks' kernels behind a dispatch that lets it start early.
+    let programmatic = ctx.cuda.is_programmatic() && !(ctx.ranks_on_device > 1 && ctx.kernels.dispatch.choice.tuning.early);
+    queue_as(ctx, kernel, blocks, &parameters, programmatic)
+}
+
+fn queue<P: Copy>(ctx: &Ctx, kernel: &Loaded<P>, blocks: u32, parameters: &P) -> Result<()> {
+    queue_as(ctx, kernel, blocks, parameters, ctx.cuda.is_programmatic())
 }
 
 /// Queues a kernel. Grids whose blocks wait are no larger than the registry of the device allows: they find room block by block, and need not be launched
 /// cooperatively, which costs 0.1 us (2 ranks) to 0.5 us (8 ranks) a launch (measured, H200, one token).
-fn queue<P: Copy>(ctx: &Ctx, kernel: &Loaded<P>, blocks: u32, parameters: &P) -> Result<()> {
-    let geometry =
-        Geometry { grid: [blocks, 1, 1], threads: kernel.threads, programmatic: ctx.cuda.is_programmatic(), ..Geometry::default() };
+fn queue_as<P: Copy>(ctx: &Ctx, kernel: &Loaded<P>, blocks: u32, parameters: &P, programmatic: bool) -> Result<()> {
+    let geometry = Geometry { grid: [blocks, 1, 1], threads: kernel.threads, programmatic, ..Geometry::default() };
     // SAFETY: the kernel was loaded for this device and takes `P` (`Loaded`); the context's memory lives as long as the object, and the callers'
     // validators have checked that the addresses of a call belong to the device and cover what its shapes say.
     unsafe { kernel.kernel.launch(ctx.cuda.stream(), &geometry, parameters) }

@@ -7,8 +7,8 @@ mod spec;
 mod tuning;
 
 pub(crate) use launch::{
-    Call, IndexCall, IndexType, Payload, ReceiveCall, ReplayCall, ReportCall, dispatch, dispatch_receive, dispatch_send, index_rows,
-    payload_alone, replay, replay_receive, replay_send, report,
+    Call, IndexCall, IndexType, Payload, ReceiveCall, ReplayCall, ReportCall, dispatch, dispatch_around, dispatch_receive, dispatch_send,
+    index_rows, payload_alone, replay, replay_receive, replay_send, report,
 };
 pub(crate) use spec::shipped;
 pub(crate) use tuning::{Loaded, programs};

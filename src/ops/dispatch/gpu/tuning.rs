@@ -2,6 +2,9 @@
 //! 256 (docs/ep-gpu.md); what lies between them follows the same rules.
 #![forbid(unsafe_code)]
 
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+
 use rayon::prelude::*;
 
 use super::launch::IndexType;
@@ -10,7 +13,8 @@ use super::params::{
 };
 use super::spec::{KERNELS, Kind, Row, Spec};
 use crate::ep::device::memory::{DeviceLayout, MAX_ROUTE_BLOCKS, STATIC_SMEM_BYTES};
-use crate::ep::device::shape::{self, Shape, Waiting};
+use crate::ep::device::registry::{Settled, Waiting};
+use crate::ep::device::shape::{self, Shape};
 use crate::ep::device::table::{Key, Measured, TablePhase};
 use crate::ep::device::tuning::{
     ChosenBy, Class, LANES, Launch, PhaseTuning, Split, Tokens, Tuning, blocks_for, registers, without_repeats,
@@ -279,7 +283,8 @@ pub(crate) struct Loaded {
     pub(super) arrange: Option<[[shape::Loaded<ArrangeParameters>; 3]; 2]>,
     pub(super) index: Option<shape::Loaded<IndexParameters>>,
     pub(super) report: shape::Loaded<ReportParameters>,
-    most_waiting: u32,
+    most_waiting: Arc<AtomicU32>,
+    is_alone: Arc<AtomicBool>,
 }
 
 impl Loaded {
@@ -316,7 +321,8 @@ impl Loaded {
                 None => None,
             },
             report: of(device, &choice, choice.report())?,
-            most_waiting: u32::MAX,
+            most_waiting: Arc::new(AtomicU32::new(u32::MAX)),
+            is_alone: Arc::new(AtomicBool::new(false)),
             choice,
         })
     }
@@ -324,20 +330,21 @@ impl Loaded {
     /// The grids whose blocks wait for peers.
     pub fn waiting(&self, device: &Device) -> Result<Vec<Waiting>> {
         let (choice, many) = (&self.choice, Tokens::exactly(u32::MAX));
+        let is_fixed = choice.phase().geometry.is_some();
         let mut all = Vec::new();
         for kernel in self.route.iter().flatten() {
-            all.push(kernel.waiting(device, "route", choice.route_blocks(many).min(kernel.most_blocks).min(self.most_waiting))?);
+            all.push(kernel.waiting(device, "route", self.route_blocks(many, kernel), is_fixed)?);
         }
-        all.push(self.replay.waiting(device, "route", 1)?);
+        all.push(self.replay.waiting(device, "route", 1, is_fixed)?);
         for kernel in self.low_latency.iter().flatten().flatten() {
-            let measured = if choice.phase().geometry.is_some() { 1 } else { choice.within(choice.measured.most_blocks(Class::Few)) };
-            let measured = measured.min(kernel.most_blocks).min(self.most_waiting);
-            all.push(kernel.waiting(device, "low_latency", self.low_latency_blocks(many, kernel).max(measured))?);
+            let measured = if is_fixed { 1 } else { choice.within(choice.measured.most_blocks(Class::Few)) };
+            let measured = measured.min(kernel.most_blocks).min(self.most_waiting());
+            all.push(kernel.waiting(device, "low_latency", self.low_latency_blocks(many, kernel).max(measured), is_fixed)?);
         }
         for kernel in &self.payload {
-            all.push(kernel.waiting(device, "payload", 1)?);
+            all.push(kernel.waiting(device, "payload", 1, is_fixed)?);
         }
-        all.push(self.receive.waiting(device, "receive", 1)?);
+        all.push(self.receive.waiting(device, "receive", 1, is_fixed)?);
         Ok(all)
     }
 
@@ -362,16 +369,29 @@ impl Loaded {
         self.choice.tuning.measure.skip_signals
     }
 
-    pub fn limit_waiting(&mut self, blocks: u32) {
-        self.most_waiting = blocks.max(1);
+    /// So many blocks of grids that wait, unless the caller has said how many.
+    pub fn settle(&self, settled: Settled) {
+        self.is_alone.store(settled.is_alone, Ordering::Relaxed);
+        if self.choice.phase().geometry.is_none() {
+            self.most_waiting.store(settled.blocks.max(1), Ordering::Relaxed);
+        }
+    }
+
+    /// Whether nothing but this object's kernels waits on the device.
+    pub(super) fn is_alone(&self) -> bool {
+        self.is_alone.load(Ordering::Relaxed)
+    }
+
+    fn most_waiting(&self) -> u32 {
+        self.most_waiting.load(Ordering::Relaxed)
     }
 
     pub(super) fn route_blocks(&self, tokens: Tokens, kernel: &shape::Loaded<RouteParameters>) -> u32 {
-        self.choice.route_blocks(tokens).min(kernel.most_blocks).min(self.most_waiting)
+        self.choice.route_blocks(tokens).min(kernel.most_blocks).min(self.most_waiting())
     }
 
     pub(super) fn low_latency_blocks(&self, tokens: Tokens, kernel: &shape::Loaded<LowLatencyParameters>) -> u32 {
-        self.choice.low_latency_blocks(tokens, kernel.threads).min(kernel.most_blocks).min(self.most_waiting)
+        self.choice.low_latency_blocks(tokens, kernel.threads).min(kernel.most_blocks).min(self.most_waiting())
     }
 
     /// # Errors
