@@ -341,7 +341,7 @@ impl Loaded {
         let is_fixed = self.choice.phase().geometry.is_some();
         let mut all = Vec::new();
         if let Some(wait) = &self.wait {
-            all.push(wait.waiting(device, "send", 1, true)?);
+            all.push(wait.waiting(device, "send", 1, is_fixed)?);
         }
         for class in Class::ALL {
             if self.choice.mapping(class).waits_before {

@@ -50,12 +50,12 @@ pub(super) struct Choice {
     /// What a table says of this GPU.
     pub measured: Measured,
     /// Once all of the above is known: a call need not find them again (measured: half of the host's time of a call).
-    settled: Option<Settled>,
+    mappings: Option<Mappings>,
 }
 
 /// Mappings by class.
 #[derive(Debug, Clone, Copy)]
-struct Settled {
+struct Mappings {
     payload: [Mapping; 3],
     arrange: [Mapping; 3],
 }
@@ -83,14 +83,14 @@ impl Choice {
             num_sms,
             tuning,
             measured: Measured::default(),
-            settled: None,
+            mappings: None,
         }
     }
 
     /// The same, with its mappings found.
-    fn settle(self) -> Self {
+    fn with_mappings(self) -> Self {
         let [payload, arrange] = [Choice::payload_mapping, Choice::arrange_mapping].map(|of| Class::ALL.map(|class| of(&self, class)));
-        Choice { settled: Some(Settled { payload, arrange }), ..self }
+        Choice { mappings: Some(Mappings { payload, arrange }), ..self }
     }
 
     fn phase(&self) -> PhaseTuning {
@@ -161,8 +161,8 @@ impl Choice {
     }
 
     pub fn payload_mapping(&self, class: Class) -> Mapping {
-        if let Some(settled) = &self.settled {
-            return settled.payload[class as usize];
+        if let Some(mappings) = &self.mappings {
+            return mappings.payload[class as usize];
         }
         let class = self.reachable(class);
         let chosen = match class {
@@ -200,8 +200,8 @@ impl Choice {
     }
 
     pub fn arrange_mapping(&self, class: Class) -> Mapping {
-        if let Some(settled) = &self.settled {
-            return settled.arrange[class as usize];
+        if let Some(mappings) = &self.mappings {
+            return mappings.arrange[class as usize];
         }
         let class = self.reachable(class);
         let parts = if class == Class::Many { 1 } else { 7 }; // arbitrary
@@ -291,7 +291,7 @@ impl Loaded {
     pub fn load(device: &Device, c: &Config, p: &Plan, layout: &DeviceLayout, ranks_on_device: u32, tuning: Tuning) -> Result<Self> {
         let choice = Choice::new(c, p, layout, (ranks_on_device, device.num_sms()), tuning);
         let key = Key::new(TablePhase::Dispatch, c, p, choice.ranks_on_device, tuning.dispatch.sms);
-        let choice = Choice { measured: Measured::find(&device.properties().name, &key), ..choice }.settle();
+        let choice = Choice { measured: Measured::find(&device.properties().name, &key), ..choice }.with_mappings();
         // All at once first; what follows finds them loaded.
         choice.all().into_par_iter().try_for_each(|spec| KERNELS.load(device, spec).map(|_| ()))?;
         fn of<P>(device: &Device, choice: &Choice, spec: Spec) -> Result<shape::Loaded<P>> {
