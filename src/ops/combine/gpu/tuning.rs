@@ -117,13 +117,15 @@ impl Choice {
         self.row.sums || self.row.is_converted()
     }
 
-    /// Most tokens of the middle class. Measured: every block waits itself, or one before them (us) at 2 ranks: 128 tokens 4.4, 5.4; 512: 18.6, 15.4; at 8
-    /// ranks, of which few blocks each may wait at once: 32 tokens 7.8, 9.1; 128: 34.5, 30.8. The bounds between are arbitrary.
+    /// Most tokens of the middle class, in which every block waits itself, and so few blocks of each of the ranks that share a device. Measured (us) against
+    /// one block that waits before the others: 2 ranks, 192 tokens 5.4 and 6.4, 256 tokens 8.5 and 7.7; 4 ranks, 128 tokens 14.8 and 15.8 (early 16.2 and
+    /// 15.3), 256 tokens 24.1 and 22.2; 8 ranks, 32 tokens 7.8 and 9.0, 48 tokens 16.2 and 13.4.
     fn most_some(&self) -> u32 {
         match self.ranks_on_device {
             _ if self.phase().sms.is_some() => Class::Some.most(),
-            0..=2 => 256,
-            _ => 64,
+            0..=2 => 192,
+            3..=4 => 128,
+            _ => 32,
         }
     }
 
@@ -160,7 +162,9 @@ impl Choice {
             Class::Some if self.is_small_world() => (7, 2),
             Class::Some => (7, 1),
             Class::Many if few_sms => (1, 2),
-            Class::Many => (7, 2),
+            // Of few rows more of each, so that as much is on its way (measured at 4096 tokens: 88.6 and 89.4 us at 2 ranks, 687 and 681 at 8).
+            Class::Many if self.is_small_world() => (7, 2),
+            Class::Many => (14, 1),
         };
         // Words of rows in flight, as registers hold them beside what else a thread keeps (derived: 48 registers; at most what was measured).
         let words = registers(threads).saturating_sub(48).clamp(4, 64);
@@ -419,11 +423,11 @@ mod tests {
     fn what_was_measured_best() {
         let (two, eight) = (choice(&base(), 2, Tuning::default()), choice(&base(), 8, Tuning::default()));
         assert_eq!([0, 1, 128, 4096].map(|t| combine(&two, t)), [(1, 512, 28, 1), (2, 512, 28, 1), (112, 256, 7, 2), (14336, 64, 7, 2)]);
-        assert_eq!([1, 128, 4096].map(|t| combine(&eight, t)), [(4, 256, 28, 1), (448, 64, 7, 2), (14336, 64, 7, 2)]);
+        assert_eq!([1, 128, 4096].map(|t| combine(&eight, t)), [(4, 256, 28, 1), (896, 64, 14, 1), (28672, 64, 14, 1)]);
         assert_eq!(Class::ALL.map(|class| two.mapping(class).stream), [false, false, true]);
         assert_eq!(Class::ALL.map(|class| eight.mapping(class).max_group), [8, 8, 8]);
-        assert_eq!([256, 257].map(|t| two.waits_before(two.class_of(t))), [false, true]);
-        assert_eq!([64, 65].map(|t| eight.waits_before(eight.class_of(t))), [false, true]);
+        assert_eq!([192, 193].map(|t| two.waits_before(two.class_of(t))), [false, true]);
+        assert_eq!([32, 33].map(|t| eight.waits_before(eight.class_of(t))), [false, true]);
         let alone = Tuning { measure: Measure { skip_signals: true, ..Measure::default() }, ..Tuning::default() };
         assert!(Class::ALL.iter().all(|class| !choice(&base(), 8, alone).waits_before(*class)));
     }
