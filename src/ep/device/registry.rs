@@ -4,7 +4,7 @@
 //! shared memory. Ranks that share a device therefore stop each other when one fills the device with waiting blocks before the others have started, or
 //! before their own kernels have run. So each object declares its waiting grids before it launches anything; they are cut, or refused, so that the grids of
 //! all ranks and objects of the device cannot stop each other, whatever order they come in and wherever the hardware places them. Who holds what, and
-//! when it is cut, is in [`claims`](super::claims).
+//! when it is cut, is in `claims.rs`.
 //!
 //! # The rule
 //!
