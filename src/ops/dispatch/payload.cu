@@ -6,7 +6,7 @@
 // Work       a warp takes a part of a row: PARTS parts of each token, UNROLL vectors of 16 bytes a lane at a time; read once, written to each
 //            destination. Any grid: only the block that stores last signals and waits.
 // Shared     the flag of the last block; with BULK the barriers of the copies and, dynamic, the rows.
-// Sync       done: every block releases to the device and counts itself (4); the last one releases to the system, then one thread per peer stores (5)
+// Sync       done: every block that had a row releases to the device and counts itself (4); the last one releases to the system, then one thread per peer stores (5)
 //            and polls, acquiring (6). Pairs with the same lines of every peer.
 // Requires   slots below max_rows or the row is left out; route.cu of this epoch has ended (waited for): its acquire covers the credit. With QUANTIZE
 //            parts are whole blocks of 128 elements.
@@ -146,6 +146,10 @@ KERNEL_UNROUNDED(THREADS) payload(PARAMETERS(PayloadParameters) p) {
     if (COPIES_RECORD && WITH_RECORDS && item % PARTS == 0 && item / PARTS < p.max_tokens) load_record(record_vectors, p, item / PARTS, lane);
     if (epoch == 0) return; // refused on all ranks
     const u32 num_items = num_tokens * PARTS;
+    // A block without an item has nothing to release: it is not counted. One block signals even without tokens.
+    const u32 with_items = (num_items + NUM_WARPS - 1) / NUM_WARPS;
+    const u32 workers = with_items < blocks ? (with_items != 0 ? with_items : 1) : blocks;
+    if (block_idx_x() >= workers) return;
     const auto fetch = [&](u32 token, u32 stage) { bulk_load(stages + stage * ROW_BYTES, p.x + token * p.x_stride, ROW_BYTES, loaded + stage); };
     if (BULK && WITH_ROWS && lane == 0) {
         for (u32 i = 0; i + 1 != BULK && item + i * stride < num_items; i++) fetch(item + i * stride, i);
@@ -307,7 +311,7 @@ KERNEL_UNROUNDED(THREADS) payload(PARAMETERS(PayloadParameters) p) {
         } else {
             release_system();
         }
-        is_last = add_relaxed_device(&me.state->arrived, 1) == blocks - 1;
+        is_last = add_relaxed_device(&me.state->arrived, 1) == workers - 1;
         if (is_last) {
             me.state->arrived = 0;
             // sync arrived: acquire of every block's release; sync done: release to the peers

@@ -34,6 +34,8 @@ const LOW_LATENCY_TILE: u32 = 64;
 const SMALL_WORLD: u32 = 4;
 /// Most blocks of `payload` and `arrange` (measured up to here: more blocks cost more than they bring).
 const MOST_BLOCKS: u32 = 1024;
+/// The same of `payload` when many rows are moved in parts (measured up to half of it: at 16384 tokens and 4 ranks 1107 us with 8192 blocks, 1140 with 2048).
+const MOST_SMALL_BLOCKS: u32 = 16384;
 
 /// What decides the launches of an object's dispatches, beside the number of tokens.
 #[derive(Debug, Clone, Copy)]
@@ -144,7 +146,10 @@ impl Choice {
 
     pub fn route(&self, small: bool, index: IndexType) -> Spec {
         let small = small || self.max_tokens <= self.small_route_tokens();
-        self.spec(if small { SMALL_ROUTE_THREADS } else { ROUTE_THREADS }, Kind::Route { small, replay: false, index })
+        // A thread for each token: idle warps make every barrier dearer (measured: 0.4 us at 2 ranks and 4096 tokens).
+        let is_one_tile = self.max_tokens <= MAX_ROUTE_BLOCKS as u32 * SMALL_ROUTE_THREADS;
+        let threads = if small || is_one_tile { SMALL_ROUTE_THREADS } else { ROUTE_THREADS };
+        self.spec(threads, Kind::Route { small, replay: false, index })
     }
 
     /// A replay looks at no token: small whatever their number.
@@ -166,6 +171,7 @@ impl Choice {
         }
         let class = self.reachable(class);
         let chosen = match class {
+            Class::Many if self.many_parts() == 4 => 320,
             Class::Some if !self.is_small_world() => 512,
             // Few blocks are to do it all.
             _ if self.phase().sms.is_some() => 512,
@@ -175,10 +181,22 @@ impl Choice {
         let parts = match class {
             Class::Few => 14,
             Class::Some => 4,
-            Class::Many => 1,
+            Class::Many => self.many_parts(),
         };
         let stream = class == Class::Many || class == Class::Some && !self.is_small_world();
         Mapping { threads, split: self.split(parts, threads, 28), stream }
+    }
+
+    /// Parts of a row when there are many. Of ranks that share a device each waits for the last block of all: smaller ones end closer together (measured at
+    /// 4096 tokens, rows whole, in quarters of 320 threads a block, in fourteenths: 289 to 292, 283 and 296 us at 4 ranks; 773 to 777, 768 and 763 at 8;
+    /// 98, 99 and 105 at 2, where the larger grids cost more than that brings).
+    fn many_parts(&self) -> u32 {
+        match self.ranks_on_device {
+            _ if self.phase().sms.is_some() => 1,
+            0..=2 => 1,
+            3..=SMALL_WORLD => 4,
+            _ => 14,
+        }
     }
 
     pub fn payload(&self, class: Class) -> Spec {
@@ -248,13 +266,15 @@ impl Choice {
     pub fn payload_blocks(&self, tokens: Tokens, class: Class) -> u32 {
         let Mapping { threads, split, .. } = self.payload_mapping(class);
         let blocks = blocks_for(u64::from(tokens.likely) * u64::from(split.parts), threads);
-        // With all of the memory busy a grid of more blocks than rows is faster (measured at 4096 tokens: 768 blocks at 2 ranks, 1024 at 4 and 8).
+        // With all of the memory busy a grid of more blocks than rows is faster: those without a row end at once and let the ranks' blocks fall out of step
+        // (measured at 2 ranks and 4096 tokens: 98.3 us with 1024 blocks, 100.5 with 768, 102 with 512).
         let chosen = match class {
             Class::Few | Class::Some => blocks,
-            Class::Many if self.shape.world <= 2 => (blocks / 2).saturating_mul(3),
+            Class::Many if self.many_parts() > 1 => blocks,
             Class::Many => blocks.saturating_mul(2),
         };
-        self.blocks(tokens, self.reachable(class), chosen.min(MOST_BLOCKS))
+        let most = if self.many_parts() > 1 && class == Class::Many { MOST_SMALL_BLOCKS } else { MOST_BLOCKS };
+        self.blocks(tokens, self.reachable(class), chosen.min(most))
     }
 
     pub fn arrange_blocks(&self, tokens: Tokens, class: Class) -> u32 {
@@ -458,8 +478,9 @@ mod tests {
     #[test]
     fn what_was_measured_best() {
         let (two, eight) = (choice(&base(), 2, Tuning::default()), choice(&base(), 8, Tuning::default()));
-        assert_eq!([1, 128, 4096].map(|t| payload(&two, t)), [(2, 256, 14, 2), (64, 256, 4, 7), (768, 256, 1, 28)]);
-        assert_eq!([1, 128, 4096].map(|t| payload(&eight, t)), [(2, 256, 14, 2), (32, 512, 4, 7), (1024, 256, 1, 28)]);
+        assert_eq!([1, 128, 4096].map(|t| payload(&two, t)), [(2, 256, 14, 2), (64, 256, 4, 7), (1024, 256, 1, 28)]);
+        assert_eq!([1, 128, 4096].map(|t| payload(&eight, t)), [(2, 256, 14, 2), (32, 512, 4, 7), (7168, 256, 14, 2)]);
+        assert_eq!(payload(&choice(&base(), 4, Tuning::default()), 4096), (1639, 320, 4, 7));
         let streams = |c: &Choice| Class::ALL.map(|class| c.payload_mapping(class).stream);
         assert_eq!((streams(&two), streams(&eight)), ([false, false, true], [false, true, true]));
         let route = |t| two.route_blocks(Tokens::exactly(t));
