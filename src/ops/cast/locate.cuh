@@ -1,6 +1,6 @@
 // Matrices, and which part of which a block casts. Needs platform, fp8, copy, formula and patch.
 //
-// Constants: LIST (matrices with tensors of their own; else one buffer and offsets), TABLE (a list's matrices and parts stand in device memory; else its
+// Constants: ROW, COLUMN (copies), LIST (matrices with tensors of their own; else one buffer and offsets), TABLE (a list's matrices and parts stand in device memory; else its
 // matrices in the parameters), CURRENT (bools), MAX_MATRICES; BLOCK_LINES and BLOCK_LENGTH (lines and elements of a line that share a scale; 0 without block
 // scales), STORED (how they are stored).
 
@@ -53,7 +53,7 @@ struct ParametersOfAll {
 // Of `status`; 0 when all was well.
 constexpr u32 BAD_OFFSETS = 1, SHORT_OUTPUTS = 2;
 
-constexpr u32 NOOP_IS_FLOAT = 1, OFFSETS_ARE_64_BITS = 2, RESET_AMAX = 4, POWER_OF_TWO = 8;
+constexpr u32 NOOP_IS_FLOAT = 1, OFFSETS_ARE_64_BITS = 2, RESET_AMAX = 4, POWER_OF_TWO = 8, LAST_FIRST = 16;
 
 // Every block sees the same flag.
 DEVICE bool is_noop(const ParametersOfAll& p) {
@@ -137,8 +137,13 @@ struct Share {
     u32 num;
 };
 
+// Parts of the pass that casts with the matrices' own greatest magnitudes may be taken from the last to the first: what was measured last is in the cache still.
+DEVICE u32 block_of_parts(const ParametersOfAll& p) {
+    return CURRENT && (ROW || COLUMN) && (p.flags & LAST_FIRST) != 0 ? p.num_blocks - 1 - block_idx_x() : block_idx_x();
+}
+
 DEVICE Share share_of_block(const Parameters& p, u32 num_parts) {
-    const u32 block = block_idx_x();
+    const u32 block = block_of_parts(p);
     if (num_parts <= p.num_blocks) {
         return {block, block < num_parts ? 1u : 0u};
     }
@@ -232,27 +237,42 @@ DEVICE u8* columns_of(const Matrix& m, const Part& part) {
     return m.column + (u64)part.before * (m.num_columns * OUT) + part.first_column * column_stride_of(m, part) + part.first_row * OUT;
 }
 
-// Part `l` of a list whose matrices stand in the parameters: thread 0.
-DEVICE void find_in_list(const Parameters& p, u32 l, Part& found) {
-    u32 first = 0, end = p.num_matrices;
-    while (first + 1 < end) {
-        const u32 middle = (first + end) / 2;
-        const bool is_before = p.matrices[middle].first_part <= l;
-        first = is_before ? middle : first;
-        end = is_before ? end : middle;
+// Part `l` of a list: thread 0. A template, so that the form that is not there is not looked at.
+template <class P> DEVICE void find_in_list(const P& p, u32 l, Part& found) {
+    if constexpr (TABLE) {
+        const Entry& entry = p.parts[l];
+        found.matrix = entry.number;
+        found.start = 0;
+        found.before = 0;
+        found.num_valid = entry.matrix.num_rows;
+        found.height = padded(p, entry.matrix.num_rows);
+        found.first_row = entry.first_row;
+        found.num_rows = entry.num_rows;
+        found.first_column = entry.first_column;
+        if constexpr (HAS_SCALES) {
+            place_scales(found, entry.matrix, found.height, Sums{});
+        }
+    } else {
+        u32 first = 0, end = p.num_matrices;
+        while (first + 1 < end) {
+            const u32 middle = (first + end) / 2;
+            const bool is_before = p.matrices[middle].first_part <= l;
+            first = is_before ? middle : first;
+            end = is_before ? end : middle;
+        }
+        const Matrix& m = p.matrices[first];
+        Part part;
+        part.matrix = first;
+        part.start = 0;
+        part.before = 0;
+        part.num_valid = m.num_rows;
+        part.height = padded(p, m.num_rows);
+        cut(part, l - m.first_part, m.num_down);
+        if constexpr (HAS_SCALES) {
+            place_scales(part, m, part.height, Sums{});
+        }
+        found = part;
     }
-    const Matrix& m = p.matrices[first];
-    Part part;
-    part.matrix = first;
-    part.start = 0;
-    part.before = 0;
-    part.num_valid = m.num_rows;
-    part.height = padded(p, m.num_rows);
-    cut(part, l - m.first_part, m.num_down);
-    if constexpr (HAS_SCALES) {
-        place_scales(part, m, part.height, Sums{});
-    }
-    found = part;
 }
 
 DEVICE i64 offset_of(const Parameters& p, u32 i) {
@@ -418,7 +438,7 @@ template <class P> DEVICE Target target_of(const P& p, const Part& found) {
             Vec16 vector[NUM_VECTORS];
             Entry entry;
         };
-        const Vec16* const at = (const Vec16*)(p.parts + block_idx_x());
+        const Vec16* const at = (const Vec16*)(p.parts + block_of_parts(p));
 #pragma unroll
         for (u32 i = 0; i < NUM_VECTORS; i++) {
             vector[i] = at[i];
@@ -432,9 +452,6 @@ template <class P> DEVICE Target target_of(const P& p, const Part& found) {
         target.part.first_row = entry.first_row;
         target.part.num_rows = entry.num_rows;
         target.part.first_column = entry.first_column;
-        if constexpr (HAS_SCALES) {
-            place_scales(target.part, target.matrix, target.part.height, Sums{});
-        }
     } else {
         target.part = found;
         target.matrix = p.matrices[LIST ? found.matrix : 0];
@@ -448,11 +465,7 @@ template <class P> DEVICE bool locate(const P& p, u32 nth, Found& shared, Part& 
         return nth == 0;
     } else if constexpr (LIST) {
         if (thread_idx() == 0) {
-            if constexpr (TABLE) {
-                found = target_of(p, found).part;
-            } else {
-                find_in_list(p, block_idx_x(), found);
-            }
+            find_in_list(p, block_of_parts(p), found);
             shared.has_more = 0;
         }
         block_barrier();

@@ -51,8 +51,10 @@ impl Table {
     fn of<E: Entry>(cuda: &Cuda, known: &Known, matrices: &[Operands<'_>], options: &Options<'_>) -> Result<Self> {
         let mut entries = vec![E::default(); matrices.len()];
         let mut call = Call::of_list(cuda, known, matrices, Form::Table);
-        call.aligned = call.pack(matrices, 0, &mut entries)?.aligned;
+        let packed = call.pack(matrices, 0, &mut entries)?;
+        call.aligned = packed.aligned;
         let mut all = ParametersOfAll::new(known, options);
+        all.in_order(cuda, known, packed.num_elements);
         all.num_matrices = u32::try_from(matrices.len())
             .map_err(|_| Error::invalid(OP, "matrices", format!("{} of them", matrices.len()), "fewer than 2^32"))?;
         let mut words: Vec<u8> = bytemuck::cast_slice(&entries).to_vec();
@@ -63,7 +65,7 @@ impl Table {
         let shape = PartShape {
             tile: call.tile,
             cut_rows: tuning::cut_rows(call.tile, has_block_scales),
-            tail: tuning::tail(call.tile, cuda.device().properties().num_sms),
+            tail: tuning::tail(call.tile, cuda.device().properties().num_sms, packed.num_parts.into(), tuning::TABLE_TAIL),
         };
         all.num_blocks = push_parts(&mut words, &mut entries, known.pad_rows, &shape)?;
         let memory = Buffer::from_bytes(cuda.stream(), &words)?;

@@ -90,16 +90,50 @@ pub(super) fn block_tile(from: DType, is_native: bool, is_1x128: bool) -> Tile {
 /// others keep small lists cheap, arbitrary).
 pub(super) const LIST_SIZES: [usize; 3] = [8, 64, 256];
 
-/// Rows of strips at the end that are cut into lower parts, so that the last blocks are short: as many as a quarter of the blocks that the device holds would
-/// cast (measured: H200, docs/cast.md; half as many again make the other blocks wait).
-pub(super) fn tail(tile: Tile, num_sms: u32) -> u64 {
-    u64::from(num_sms) * u64::from(tile.blocks) * tile.part_rows() as u64 / 4
+/// Blocks that the device holds.
+pub(super) fn slots(tile: Tile, num_sms: u32) -> u64 {
+    u64::from(num_sms) * u64::from(tile.blocks)
 }
 
-/// Parts of a strip that a group is expected to have at most: a block takes several parts when there are more, one without a part ends at once (measured:
-/// 512 of those cost 0.3 us). Each matrix ends in the middle of a part, and hardly one has none; the last `tail_rows` rows have lower parts.
-pub(super) fn num_parts_expected(rows: u64, num_matrices: u64, tile: Tile, tail_rows: u64) -> u64 {
-    let (part_rows, tail_rows) = (tile.part_rows() as u64, tail_rows.min(rows));
-    let more = tail_rows.div_ceil(tile.tail_rows() as u64) - tail_rows / part_rows;
-    (rows.div_ceil(part_rows) + num_matrices.div_ceil(2)).max(num_matrices + num_matrices.div_ceil(8)) + more
+/// Rows of strips at the end that are cut into lower parts, so that the last blocks are short: as many as `eighths` of eight of the blocks that the device
+/// holds would cast. None when all of `num_parts` parts run at once, which more parts would not (measured: H200, 256 parts of 256 rows take 20.1 us, in
+/// lower ones 22.0).
+pub(super) fn tail(tile: Tile, num_sms: u32, num_parts: u64, eighths: u64) -> u64 {
+    let slots = slots(tile, num_sms);
+    if num_parts <= slots { 0 } else { slots * tile.part_rows() as u64 * eighths / 8 }
+}
+
+/// Of a group (measured: H200, docs/cast.md; with more, blocks that search for their part become too many).
+const GROUP_TAIL: u64 = 2;
+/// Of a table (measured as above).
+pub(super) const TABLE_TAIL: u64 = 3;
+
+/// A group as far as the host knows it.
+pub(super) struct Group {
+    pub(super) rows: u64,
+    pub(super) num_matrices: u64,
+    pub(super) num_strips: u64,
+    pub(super) tile: Tile,
+    pub(super) num_sms: u32,
+}
+
+impl Group {
+    /// Rows at the end that are cut into lower parts.
+    pub(super) fn tail_rows(&self) -> u64 {
+        let num_down = (self.rows / self.num_matrices).div_ceil(self.tile.part_rows() as u64);
+        let num_parts = self.num_matrices.saturating_mul(num_down).saturating_mul(self.num_strips);
+        tail(self.tile, self.num_sms, num_parts, GROUP_TAIL) / self.num_strips.max(1)
+    }
+
+    /// Parts of a strip that are expected at most: a block takes several parts when there are more, one without a part ends at once (measured: 512 of those
+    /// cost 0.3 us). Each matrix ends in the middle of a part, and hardly one has none; the last `tail_rows` rows have lower parts.
+    pub(super) fn num_down(&self, tail_rows: u64) -> u64 {
+        let &Group { rows, num_matrices, num_strips, tile, num_sms } = self;
+        let (part_rows, tail_rows) = (tile.part_rows() as u64, tail_rows.min(rows));
+        let of_tail = tail_rows.div_ceil(tile.tail_rows() as u64) - tail_rows / part_rows;
+        // Of few matrices no block is to take two parts while others have none: one more part for each is the most there can be.
+        let is_few = num_matrices.saturating_mul(num_strips) <= slots(tile, num_sms);
+        let of_ends = if is_few { num_matrices } else { num_matrices.div_ceil(2) };
+        (rows.div_ceil(part_rows) + of_ends).max(num_matrices + num_matrices.div_ceil(8)) + of_tail
+    }
 }

@@ -188,9 +188,12 @@ impl Spec for Variant {
             Scales::Blocks { block, stored, .. } => (block.extents().0, block.extents().1, stored as i64),
             Scales::Given | Scales::Current => (0, 0, 0),
         };
+        let (row, column) = if let Kind::Tiles { row, column, .. } = kind { (row, column) } else { (false, false) };
         let mut constants = vec![
             Constant::Type("FROM", from.name()),
             Constant::Type("TO", to.name()),
+            Constant::Bool("ROW", row),
+            Constant::Bool("COLUMN", column),
             Constant::Bool("LIST", form != Form::Group),
             Constant::Bool("TABLE", form == Form::Table),
             Constant::Bool("CURRENT", scales == Scales::Current),
@@ -204,7 +207,7 @@ impl Spec for Variant {
             Constant::Int("MAX_MATRICES", form.max_matrices().into()),
         ];
         let (types, scale, form) = (format!("{from} to {to}"), scales.name(), form.name());
-        let Kind::Tiles { row, column, aligned } = kind else {
+        let Kind::Tiles { aligned, .. } = kind else {
             constants.push(Constant::Bool("FINISH", kind == Kind::After));
             return Program {
                 name: format!("cast matrices {types}, {}, {scale}, {form}", if kind == Kind::After { "after" } else { "before" }),
@@ -217,12 +220,7 @@ impl Spec for Variant {
                 targets: Targets::All,
             };
         };
-        constants.extend([
-            Constant::Int("BLOCKS", tile.blocks.into()),
-            Constant::Bool("ROW", row),
-            Constant::Bool("COLUMN", column),
-            Constant::Bool("ALIGNED", aligned),
-        ]);
+        constants.extend([Constant::Int("BLOCKS", tile.blocks.into()), Constant::Bool("ALIGNED", aligned)]);
         let copies = match (row, column) {
             (true, true) => "both",
             (true, false) => "row",
