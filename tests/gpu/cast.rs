@@ -434,6 +434,18 @@ fn lists() -> Outcome {
             }
         }
     }
+    // Larger than the cache: the second pass of current scaling begins at the end.
+    let options = Options::with_scaling(Scaling::Current { epsilon: 0.0, power_of_two: false });
+    let mut matrices = Matrices::new(&stream, &[[5000, 2600], [17, 2600], [4800, 2600]])?; // arbitrary, 51 MB
+    for is_made_once in [false, true] {
+        matrices.poison(&stream)?;
+        if is_made_once {
+            List::new(&plain, matrices.operands()?, options)?.cast(&plain)?;
+        } else {
+            cast(&plain, &mut matrices.operands()?, &options)?;
+        }
+        matrices.check(&stream, &format!("larger than the cache, made once {is_made_once}"), &options)?;
+    }
     Ok(())
 }
 

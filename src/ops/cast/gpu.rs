@@ -363,6 +363,11 @@ pub(super) struct Packed {
     pub(super) aligned: bool,
 }
 
+/// Whether kernel `i` of a call is launched programmatically: behind another one of the call always, where that exists (spec: compute capability 9.0).
+pub(super) fn is_programmatic(cuda: &Cuda, i: usize) -> bool {
+    cuda.is_programmatic() || i > 0 && cuda.device().compute_capability() >= (9, 0)
+}
+
 /// A kernel of a call.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Step {
@@ -436,8 +441,7 @@ impl<'k> Call<'k> {
     fn queue<M: Copy>(&self, cuda: &Cuda, parameters: &Parameters<M>) -> Result<()> {
         for (i, step) in self.steps(&parameters.all).enumerate() {
             let kernel = KERNELS.get(OP, cuda.stream(), step.variant)?;
-            // The kernels of a call wait for each other in any case.
-            let geometry = Geometry { programmatic: i > 0 || cuda.is_programmatic(), ..step.geometry };
+            let geometry = Geometry { programmatic: is_programmatic(cuda, i), ..step.geometry };
             // SAFETY: the kernel was loaded for this stream's device and takes this struct; the validator has checked that the views behind its addresses
             // lie on the device and cover what the extents say, and the kernel compares what it reads from the device with the extents.
             unsafe { kernel.launch(cuda.stream(), &geometry, parameters) }?;

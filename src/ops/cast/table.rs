@@ -3,7 +3,7 @@
 use super::check::Known;
 use bytemuck::{Pod, Zeroable};
 
-use super::gpu::{BlockMatrix, Call, Entry, KERNELS, MAX_BLOCKS, MAX_STEPS, Matrix, Parameters, ParametersOfAll, Step, too_many_parts};
+use super::gpu::{BlockMatrix, Call, Entry, KERNELS, MAX_BLOCKS, MAX_STEPS, Matrix, Parameters, ParametersOfAll, Step, is_programmatic, too_many_parts};
 use super::tuning::{self, Tile};
 use super::variant::Form;
 use super::{OP, Operands, Options, Scaling};
@@ -89,7 +89,7 @@ impl Table {
             ));
         }
         for (i, (kernel, geometry)) in self.launches.iter().flatten().enumerate() {
-            let geometry = Geometry { programmatic: i > 0 || cuda.is_programmatic(), ..*geometry };
+            let geometry = Geometry { programmatic: is_programmatic(cuda, i), ..*geometry };
             // SAFETY: the kernel was loaded for this device and takes this struct; table and tensors stay valid while the list lives, whose owner drops it
             // when the work has run, and the validator has checked that the views lie on the device and cover what the extents say.
             unsafe { kernel.launch(cuda.stream(), &geometry, &self.parameters) }?;
