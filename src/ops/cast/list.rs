@@ -49,7 +49,7 @@ enum Prepared {
     /// No matrices.
     Nothing,
     Cpu(Known),
-    Cuda(Table),
+    Cuda(Box<Table>),
 }
 
 impl<'a> List<'a> {
@@ -68,7 +68,7 @@ impl<'a> List<'a> {
             Backend::Cuda(cuda) => match check::list(cuda, &matrices, &options)? {
                 Some(known) => {
                     check::all_apart(&matrices, &options)?;
-                    Prepared::Cuda(Table::new(cuda, &known, &matrices, &options)?)
+                    Prepared::Cuda(Box::new(Table::new(cuda, &known, &matrices, &options)?))
                 }
                 None => Prepared::Nothing,
             },

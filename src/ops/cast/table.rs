@@ -3,7 +3,9 @@
 use super::check::Known;
 use bytemuck::{Pod, Zeroable};
 
-use super::gpu::{BlockMatrix, Call, Entry, KERNELS, MAX_BLOCKS, MAX_STEPS, Matrix, Parameters, ParametersOfAll, Step, is_programmatic, too_many_parts};
+use super::gpu::{
+    BlockMatrix, Call, Entry, KERNELS, MAX_BLOCKS, MAX_STEPS, Matrix, Parameters, ParametersOfAll, Step, is_programmatic, too_many_parts,
+};
 use super::tuning::{self, Tile};
 use super::variant::Form;
 use super::{OP, Operands, Options, Scaling};
