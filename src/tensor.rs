@@ -145,8 +145,9 @@ impl Dims {
         if values.len() > MAX_DIMS {
             return Err(Error::invalid(op, what, format!("{} dimensions", values.len()), format!("at most {MAX_DIMS}")));
         }
+        // One by one: a copy of unknown length is a call.
         let mut dims = Dims { values: [0; MAX_DIMS], len: values.len() };
-        dims.values[..values.len()].copy_from_slice(values);
+        dims.values.iter_mut().zip(values).for_each(|(to, from)| *to = *from);
         Ok(dims)
     }
 }
@@ -178,6 +179,8 @@ pub struct Layout {
     dtype: DType,
     shape: Dims,
     strides: Dims,
+    /// Kept, since every call asks for it of every tensor.
+    extent_bytes: usize,
 }
 
 impl Layout {
@@ -191,12 +194,18 @@ impl Layout {
             // An empty tensor has strides too; an extent of 0 must not zero those before it.
             stride = stride.checked_mul(size.max(1)).ok_or_else(|| overflow(op, shape))?;
         }
-        Layout { dtype, shape: dims, strides: Dims { values: strides, len: dims.len } }.checked(op)
+        let layout = Layout { dtype, shape: dims, strides: Dims { values: strides, len: dims.len }, extent_bytes: 0 };
+        // Most have elements, and those lie one behind the other.
+        match stride.checked_mul(dtype.size()) {
+            Some(extent_bytes) if extent_bytes <= isize::MAX as usize && !shape.contains(&0) => Ok(Layout { extent_bytes, ..layout }),
+            _ => layout.checked(op),
+        }
     }
 
     /// With the given strides in elements. The last must be 1.
     pub fn strided(op: &'static str, dtype: DType, shape: &[usize], strides: &[usize]) -> Result<Self> {
-        let layout = Layout { dtype, shape: Dims::new(op, "shape", shape)?, strides: Dims::new(op, "strides", strides)? };
+        let (shape_dims, strides_dims) = (Dims::new(op, "shape", shape)?, Dims::new(op, "strides", strides)?);
+        let layout = Layout { dtype, shape: shape_dims, strides: strides_dims, extent_bytes: 0 };
         if shape.len() != strides.len() {
             let got = format!("{} strides for {} dimensions", strides.len(), shape.len());
             return Err(Error::invalid(op, "strides", got, "one for each dimension"));
@@ -208,10 +217,11 @@ impl Layout {
     }
 
     fn checked(self, op: &'static str) -> Result<Self> {
-        self.extent_bytes_checked().ok_or_else(|| overflow(op, &self.shape)).map(|_| self)
+        let extent_bytes = self.sum_of_extents().ok_or_else(|| overflow(op, &self.shape))?;
+        Ok(Layout { extent_bytes, ..self })
     }
 
-    fn extent_bytes_checked(&self) -> Option<usize> {
+    fn sum_of_extents(&self) -> Option<usize> {
         // The product of the extents must fit too, or `len` overflows.
         self.shape.iter().try_fold(self.dtype.size(), |a, &b| a.checked_mul(b))?;
         if self.shape.contains(&0) {
@@ -242,7 +252,7 @@ impl Layout {
 
     /// Bytes from the first element to the end of the last.
     pub fn extent_bytes(&self) -> usize {
-        self.extent_bytes_checked().expect("checked when the layout was made")
+        self.extent_bytes
     }
 }
 

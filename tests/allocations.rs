@@ -110,6 +110,12 @@ fn gate_and_cast() -> Result<(), Failed> {
             .amax(TensorViewMut::from_slice(&mut amax, &[1])?)];
         cast::cast(&backend, &mut operands, &cast::Options::default())
     })?;
+    let matrix = cast::Operands::new(TensorView::from_slice(&x, &[33, 300])?)
+        .row(TensorViewMut::from_bytes(&mut row, DType::E4M3, &[33, 300])?)
+        .column(TensorViewMut::from_bytes(&mut column, DType::E4M3, &[300, 33])?)
+        .amax(TensorViewMut::from_slice(&mut amax, &[1])?);
+    let mut list = cast::List::new(&backend, vec![matrix], cast::Options::default())?;
+    none_when_warm("a list that is made once", || list.cast(&backend))?;
     Ok(())
 }
 

@@ -2,7 +2,7 @@
 
 use libtest_mimic::{Failed, Trial};
 use moe_kernels::cpu::Level;
-use moe_kernels::ops::cast::{Block, Formula, Operands, Options, ScaleLayout, Scaling, cast, cast_grouped};
+use moe_kernels::ops::cast::{Block, Formula, List, Operands, Options, ScaleLayout, Scaling, cast, cast_grouped};
 use moe_kernels::random::SplitMix64;
 use moe_kernels::tensor::Layout;
 use moe_kernels::{Backend, Cpu, DType, DeviceAddress, Error, TensorView, TensorViewMut};
@@ -18,6 +18,7 @@ pub fn trials() -> Vec<Trial> {
     trials.push(Trial::test("cast::an empty list is nothing to do", || {
         cast(&Backend::cpu(), &mut [], &Options::default()).map_err(Failed::from)
     }));
+    trials.push(Trial::test("cast::a list that is made once", || prepared().map_err(|error| error.to_string().into())));
     trials.push(Trial::test("cast::sizes whose products overflow", || overflow().map_err(Failed::from)));
     trials.push(Trial::test("cast::the same bytes 20 times with any number of threads", || determinism().map_err(Failed::from)));
     trials.push(Trial::test("cast::a list is its matrices one by one", || ragged_lists().map_err(Failed::from)));
@@ -252,6 +253,35 @@ fn refuses(bad: &Bad) -> Result<(), String> {
         }
         other => Err(format!("expected an error about {}, got {other:?}", bad.what)),
     }
+}
+
+/// It gives the same as a call, refuses the same, and hands its matrices back.
+fn prepared() -> Result<(), Error> {
+    let cpu = Backend::cpu();
+    List::new(&cpu, Vec::new(), Options::default())?.cast(&cpu)?;
+    let mut plain = good_list();
+    cast(&cpu, &mut plain.list, &plain.options)?;
+    let call = good_list();
+    let mut list = List::new(&cpu, call.list, call.options)?;
+    assert_eq!(list.matrices().len(), plain.list.len());
+    list.cast(&cpu)?;
+    list.cast(&cpu)?;
+    let bytes = |m: &Operands<'_>| {
+        let views =
+            [&m.row, &m.column, &m.amax, &m.scale_inv].map(|view| view.as_ref().map(|v| v.host("test", "view").map(<[u8]>::to_vec)));
+        format!("{views:?}")
+    };
+    for (got, want) in list.into_matrices().iter().zip(&plain.list) {
+        assert_eq!(bytes(got), bytes(want));
+    }
+    let mut bad = good_list();
+    bad.list[1].row = None;
+    match List::new(&cpu, bad.list, bad.options).map(|_| ()) {
+        Err(Error::Invalid { what, .. }) => assert_eq!(what, "matrices[1].row"),
+        Ok(()) => panic!("accepted without a row copy"),
+        Err(other) => return Err(other),
+    }
+    Ok(())
 }
 
 /// The good calls that the table spoils are good.

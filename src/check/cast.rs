@@ -113,7 +113,7 @@ fn shapes() -> Vec<[usize; 2]> {
 /// Lists of matrices of every shape: plain; one copy only, padded, apart and unaligned.
 fn lists(backend: &Backend, from: DType, to: DType, scaling: Scaling, scale_dtype: DType) -> Result<usize, Failed> {
     let variants = variants(backend)?;
-    let mut num_cases = Case { scale_dtype, ..Case::new(from, to, shapes(), scaling) }.run(&variants)?;
+    let mut num_cases = Case { scale_dtype, is_prepared: true, ..Case::new(from, to, shapes(), scaling) }.run(&variants)?;
     let some: Vec<_> = shapes().into_iter().enumerate().filter(|(i, _)| i % 3 == 0).map(|(_, shape)| shape).collect();
     for (i, pad_rows) in [16, 32, 128].into_iter().enumerate() {
         let one_copy = Case { row: i != 1, column: i != 2, ..Case::new(from, to, some.clone(), scaling) };
@@ -143,7 +143,8 @@ fn current(backend: &Backend, from: DType, to: DType) -> Result<usize, Failed> {
     for (i, (epsilon, power_of_two)) in [(0.0, false), (0.0, true), (3.0, false), (1e-40, true)].into_iter().enumerate() {
         let scaling = Scaling::Current { epsilon, power_of_two };
         let shapes: Vec<_> = shapes().into_iter().skip(i).step_by(3).collect();
-        num_cases += Case { seed: i as u64, reset_amax: i == 2, ..Case::new(from, to, shapes, scaling) }.run(&variants)?;
+        let is_prepared = from == DType::BF16;
+        num_cases += Case { seed: i as u64, reset_amax: i == 2, is_prepared, ..Case::new(from, to, shapes, scaling) }.run(&variants)?;
         let group = vec![[3, 130], [0, 130], [129, 130], [64, 130], [16, 130]];
         num_cases += Case { is_grouped: true, pad_rows: 16, seed: i as u64 + 3, ..Case::new(from, to, group, scaling) }.run(&variants)?;
     }
@@ -191,7 +192,7 @@ fn many_matrices(backend: &Backend) -> Result<usize, Failed> {
     for num in [1, 2, 127, 128, 129, 300, 1100] {
         let rows = |i: usize| if i % 5 == 3 { 0 } else { i % 23 };
         let shapes: Vec<_> = (0..num).map(|i| [rows(i), (i * 7) % 41]).collect();
-        num_cases += Case::new(DType::BF16, DType::E4M3, shapes, Scaling::Given).run(&variants)?;
+        num_cases += Case { is_prepared: true, ..Case::new(DType::BF16, DType::E4M3, shapes, Scaling::Given) }.run(&variants)?;
         for scaling in [Scaling::Given, Scaling::Current { epsilon: 0.0, power_of_two: false }, Scaling::deep_gemm(Block::Row128)] {
             let shapes: Vec<_> = (0..num).map(|i| [rows(i), 72]).collect();
             num_cases += Case { is_grouped: true, pad_rows: 16, ..Case::new(DType::BF16, DType::E4M3, shapes, scaling) }.run(&variants)?;
@@ -255,7 +256,8 @@ fn noop(backend: &Backend) -> Result<usize, Failed> {
         for scaling in [Scaling::Given, Scaling::Current { epsilon: 0.0, power_of_two: false }, Scaling::deep_gemm(Block::Square128)] {
             for is_grouped in [false, true] {
                 let case = Case::new(DType::F32, DType::E4M3, vec![[17, 33], [0, 33], [5, 33]], scaling);
-                num_cases += Case { noop: Some(flag), reset_amax: true, is_grouped, pad_rows: 16, ..case }.run(&variants)?;
+                let is_prepared = !is_grouped;
+                num_cases += Case { noop: Some(flag), reset_amax: true, is_grouped, is_prepared, pad_rows: 16, ..case }.run(&variants)?;
             }
         }
     }

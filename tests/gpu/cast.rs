@@ -1,7 +1,7 @@
 //! Casts on a GPU beyond the shared checks: what is only known when a call runs, captures, sizes, what is refused.
 
 use moe_kernels::gpu::{Buffer, Graph, Stream};
-use moe_kernels::ops::cast::{Block, Operands, Options, Scaling, cast, cast_grouped, status};
+use moe_kernels::ops::cast::{Block, List, Operands, Options, Scaling, cast, cast_grouped, status};
 use moe_kernels::random::SplitMix64;
 use moe_kernels::tensor::Layout;
 use moe_kernels::{Backend, Cuda, DType, Error, Result, TensorView, TensorViewMut};
@@ -14,6 +14,9 @@ pub const TRIALS: &[(&str, Needs, Test)] = &[
     ("cast: more than 2^31 elements", Needs::GpuAlone, large),
     ("cast: the same bytes 20 times", Needs::Gpu, determinism),
     ("cast: tensors that overlap", Needs::Gpu, overlapping),
+    ("cast: lists that are made once", Needs::Gpu, lists),
+    ("cast: tensors of a list that overlap", Needs::Gpu, overlapping_lists),
+    ("cast: where a list can be made and cast", Needs::Gpu, places_of_lists),
 ];
 
 /// Bytes on either side of an output that no call may write.
@@ -315,4 +318,201 @@ fn overlapping() -> Outcome {
     cast(&backend, &mut [Operands::new(x).row(output(1024, &[16, 32])?).column(output(1536, &[32, 16])?)], &Options::default())?;
     stream.synchronize()?;
     Ok(())
+}
+
+/// The tensors of matrices of these shapes, in bf16 and e4m3: one buffer for each kind, the matrices one behind the other.
+struct Matrices {
+    shapes: Vec<[usize; 2]>,
+    values: Vec<u8>,
+    x: Buffer,
+    row: Buffer,
+    column: Buffer,
+    amax: Buffer,
+    scale_inv: Buffer,
+}
+
+impl Matrices {
+    fn new(stream: &Stream, shapes: &[[usize; 2]]) -> Result<Self> {
+        let elements = shapes.iter().map(|[rows, columns]| rows * columns).sum::<usize>();
+        let buffer = |len: usize| Buffer::new(stream.device(), len);
+        let values = values(elements, 3);
+        let x = Buffer::from_bytes(stream, &values)?;
+        let (row, column) = (buffer(elements + 2 * GUARD)?, buffer(elements + 2 * GUARD)?);
+        let (amax, scale_inv) = (buffer(4 * shapes.len())?, buffer(4 * shapes.len())?);
+        Ok(Matrices { shapes: shapes.to_vec(), values, x, row, column, amax, scale_inv })
+    }
+
+    fn poison(&self, stream: &Stream) -> Result<()> {
+        self.amax.fill(stream, 0, self.amax.len(), 0)?;
+        [&self.row, &self.column, &self.scale_inv].into_iter().try_for_each(|buffer| buffer.fill(stream, 0, buffer.len(), 0xFF))
+    }
+
+    fn starts(&self) -> Vec<usize> {
+        self.shapes.iter().scan(0, |sum, [rows, columns]| Some(std::mem::replace(sum, *sum + rows * columns))).collect()
+    }
+
+    fn operands(&mut self) -> Result<Vec<Operands<'_>>> {
+        let starts = self.starts();
+        let of = |dtype, shape: &[usize]| Layout::contiguous("test", dtype, shape);
+        let cut = |layout: &dyn Fn(usize) -> Result<Layout>, at: &dyn Fn(usize) -> usize| {
+            (0..self.shapes.len()).map(|i| Ok((at(i), layout(i)?))).collect::<Result<Vec<_>>>()
+        };
+        let rows = cut(&|i| of(DType::E4M3, self.shapes[i].as_slice()), &|i| GUARD + starts[i])?;
+        let columns = cut(&|i| of(DType::E4M3, &[self.shapes[i][1], self.shapes[i][0]]), &|i| GUARD + starts[i])?;
+        let words = cut(&|_| of(DType::F32, &[1]), &|i| 4 * i)?;
+        let outputs = self.row.views_mut(&rows)?.into_iter().zip(self.column.views_mut(&columns)?);
+        let scalars = self.amax.views_mut(&words)?.into_iter().zip(self.scale_inv.views_mut(&words)?);
+        let matrix = |(i, ((row, column), (amax, scale_inv))): (usize, _)| {
+            let x = self.x.view(2 * starts[i], of(DType::BF16, self.shapes[i].as_slice())?)?;
+            Ok(Operands::new(x).row(row).column(column).amax(amax).scale_inv(scale_inv))
+        };
+        outputs.zip(scalars).enumerate().map(matrix).collect()
+    }
+
+    /// Compares everything with the CPU's.
+    fn check(&self, stream: &Stream, what: &str, options: &Options<'_>) -> Outcome {
+        let read = |buffer: &Buffer| -> Result<Vec<u8>> {
+            let mut bytes = vec![0; buffer.len()];
+            buffer.download(stream, 0, &mut bytes)?;
+            Ok(bytes)
+        };
+        let mut want = [&self.row, &self.column].map(|buffer| vec![0xFF; buffer.len()]);
+        let mut scalars = [0.0, f32::NAN].map(|none| vec![none; self.shapes.len()]);
+        let ([row, column], [amax, scale_inv]) = (&mut want, &mut scalars);
+        for (i, (&[rows, columns], start)) in self.shapes.iter().zip(self.starts()).enumerate() {
+            let here = GUARD + start..GUARD + start + rows * columns;
+            let operands = Operands::new(TensorView::from_bytes(&self.values[2 * start..], DType::BF16, &[rows, columns])?)
+                .row(TensorViewMut::from_bytes(&mut row[here.clone()], DType::E4M3, &[rows, columns])?)
+                .column(TensorViewMut::from_bytes(&mut column[here], DType::E4M3, &[columns, rows])?)
+                .amax(TensorViewMut::from_slice(&mut amax[i..=i], &[1])?)
+                .scale_inv(TensorViewMut::from_slice(&mut scale_inv[i..=i], &[1])?);
+            cast(&Backend::cpu(), &mut [operands], options)?;
+        }
+        ensure(read(&self.row)? == want[0], format!("{what}: row"))?;
+        ensure(read(&self.column)? == want[1], format!("{what}: column"))?;
+        for (name, buffer, want) in [("amax", &self.amax, &scalars[0]), ("scale_inv", &self.scale_inv, &scalars[1])] {
+            let want: Vec<u8> = want.iter().flat_map(|word| word.to_le_bytes()).collect();
+            ensure(read(buffer)? == want, format!("{what}: {name}"))?;
+        }
+        Ok(())
+    }
+}
+
+/// More matrices than parameters hold, tall ones and low ones, whole vectors and not: again and again, and in a graph.
+fn lists() -> Outcome {
+    let (_, stream) = gpu()?;
+    let plain = Backend::Cuda(Cuda::on(stream.clone()));
+    let early = Backend::Cuda(Cuda::on(stream.clone()).programmatic(true));
+    for num in [1, 300, 1100] {
+        for (is_aligned, rows) in [(true, 700), (false, 700), (true, 100)] {
+            let columns = |i: usize| if is_aligned { [256, 8, 520, 64][i % 4] } else { [256, 9, 130, 1][i % 4] };
+            // Most of them short, so that a thousand take little memory.
+            let of = |i: usize| [if i % 37 == 0 { rows } else { (i * 7) % 40 }, columns(i)];
+            let shapes: Vec<[usize; 2]> = (0..num).map(of).collect();
+            for scaling in [Scaling::Given, Scaling::Current { epsilon: 0.0, power_of_two: false }] {
+                let (what, options) = (format!("{num} matrices of {rows} rows, {is_aligned}, {scaling:?}"), Options::with_scaling(scaling));
+                let mut matrices = Matrices::new(&stream, &shapes)?;
+                let mut outcomes = Vec::new();
+                for round in 0..3 {
+                    matrices.poison(&stream)?;
+                    let mut list = List::new(&plain, matrices.operands()?, options)?;
+                    list.cast(&plain)?;
+                    match round {
+                        0 => {}
+                        1 => list.cast(&early)?,
+                        _ => {
+                            let graph = Graph::capture(&stream, || list.cast(&plain))?;
+                            graph.launch(&stream)?;
+                            graph.launch(&stream)?;
+                            stream.synchronize()?;
+                        }
+                    }
+                    drop(list);
+                    outcomes.push(matrices.check(&stream, &format!("{what}, round {round}"), &options));
+                }
+                outcomes.into_iter().collect::<Outcome>()?;
+            }
+        }
+    }
+    // Larger than the cache: the second pass of current scaling begins at the end.
+    let options = Options::with_scaling(Scaling::Current { epsilon: 0.0, power_of_two: false });
+    let mut matrices = Matrices::new(&stream, &[[5000, 2600], [17, 2600], [4800, 2600]])?; // arbitrary, 51 MB
+    for is_made_once in [false, true] {
+        matrices.poison(&stream)?;
+        if is_made_once {
+            List::new(&plain, matrices.operands()?, options)?.cast(&plain)?;
+        } else {
+            cast(&plain, &mut matrices.operands()?, &options)?;
+        }
+        matrices.check(&stream, &format!("larger than the cache, made once {is_made_once}"), &options)?;
+    }
+    Ok(())
+}
+
+/// Tensors of different matrices that share bytes are refused when a list is made; inputs may, and rows that stand between each other's do not.
+fn overlapping_lists() -> Outcome {
+    let (_, stream) = gpu()?;
+    let backend = Backend::Cuda(Cuda::on(stream.clone()));
+    let buffer = Buffer::new(stream.device(), 1 << 16)?;
+    let at = |byte: u64| moe_kernels::tensor::DeviceAddress { address: buffer.address().address + byte, ..buffer.address() };
+    let rows = |byte: u64, stride: usize| -> Result<TensorViewMut<'_>> {
+        // SAFETY: the bytes lie in `buffer`, which outlives the list; that views overlap is what is refused before anything runs.
+        unsafe { TensorViewMut::from_device(at(byte), Layout::strided("test", DType::E4M3, &[16, 32], &[stride, 1])?) }
+    };
+    let word = |byte: u64| -> Result<TensorViewMut<'_>> {
+        // SAFETY: as above.
+        unsafe { TensorViewMut::from_device(at(byte), Layout::contiguous("test", DType::F32, &[1])?) }
+    };
+    // Both inputs are the bytes from 0 to 1024.
+    let x = || buffer.view(0, Layout::contiguous("test", DType::BF16, &[16, 32])?);
+    // Outputs of two matrices: row (start, stride) and amax; what the error names, if any.
+    type Outputs = (u64, usize, u64);
+    let cases: [(Outputs, Outputs, Option<&str>); 7] = [
+        ((2048, 32, 8192), (4096, 32, 8196), None),
+        ((2048, 64, 8192), (2080, 64, 8196), None),
+        ((2048, 64, 8192), (2079, 64, 8196), Some("row")),
+        ((2048, 32, 8192), (2048 + 511, 32, 8196), Some("row")),
+        ((2048, 32, 8192), (1023, 32, 8196), Some("row")),
+        ((2048, 32, 8192), (4096, 32, 8192), Some("amax")),
+        ((2048, 32, 2044), (4096, 32, 2048 + 508), Some("amax")),
+    ];
+    for (i, (first, second, named)) in cases.into_iter().enumerate() {
+        let matrix = |(start, stride, amax): Outputs| -> Result<Operands<'_>> {
+            Ok(Operands::new(x()?).row(rows(start, stride)?).amax(word(amax)?))
+        };
+        let list = List::new(&backend, vec![matrix(first)?, matrix(second)?], Options::default());
+        match (list, named) {
+            (Ok(mut list), None) => list.cast(&backend)?,
+            (Err(Error::Invalid { what, got, .. }), Some(field))
+                if got.contains("overlapping") && (what.ends_with(field) || got.ends_with(field)) => {}
+            (other, _) => return Err(format!("case {i}: {:?}", other.map(|_| "accepted")).into()),
+        }
+    }
+    stream.synchronize()?;
+    Ok(())
+}
+
+/// A list is made outside of captures, and cast by a backend of its kind; without matrices it is nothing to do.
+fn places_of_lists() -> Outcome {
+    let (_, stream) = gpu()?;
+    let backend = Backend::Cuda(Cuda::on(stream.clone()));
+    List::new(&backend, Vec::new(), Options::default())?.cast(&backend)?;
+    let mut matrices = Matrices::new(&stream, &[[16, 32], [0, 8]])?;
+    let captured = Graph::capture(&stream, || List::new(&backend, matrices.operands()?, Options::default()).map(|_| ()));
+    match captured {
+        Err(Error::Unsupported { op: "cast", .. }) => {}
+        other => return Err(format!("made in a capture: {:?}", other.map(|_| "accepted")).into()),
+    }
+    matrices.poison(&stream)?;
+    let mut list = List::new(&backend, matrices.operands()?, Options::default())?;
+    match list.cast(&Backend::cpu()) {
+        Err(Error::Invalid { what, .. }) if what == "backend" => {}
+        other => return Err(format!("cast on the cpu: {other:?}").into()),
+    }
+    // Another stream of the device.
+    let other = Stream::new(stream.device())?;
+    list.cast(&Backend::Cuda(Cuda::on(other.clone())))?;
+    other.synchronize()?;
+    drop(list);
+    matrices.check(&stream, "another stream", &Options::default())
 }

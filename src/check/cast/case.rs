@@ -4,7 +4,7 @@ use crate::backend::Backend;
 use crate::check::Failed;
 use crate::check::guarded::{Guarded, POISON};
 use crate::ensure;
-use crate::ops::cast::{Operands, Options, ScaleLayout, Scaling, cast, cast_grouped, status};
+use crate::ops::cast::{List, Operands, Options, ScaleLayout, Scaling, cast, cast_grouped, status};
 use crate::oracle::cast::{self as oracle, Cast, Cell, Grid};
 use crate::oracle::{compare, float};
 use crate::random::SplitMix64;
@@ -18,6 +18,8 @@ pub(super) struct Case {
     /// Rows and columns of each matrix.
     pub(super) shapes: Vec<[usize; 2]>,
     pub(super) is_grouped: bool,
+    /// Also as a [`List`] that is made once.
+    pub(super) is_prepared: bool,
     pub(super) row: bool,
     pub(super) column: bool,
     pub(super) scaling: Scaling,
@@ -42,6 +44,7 @@ impl Case {
             to,
             shapes,
             is_grouped: false,
+            is_prepared: false,
             row: true,
             column: true,
             scaling,
@@ -59,12 +62,16 @@ impl Case {
     pub(super) fn run(&self, variants: &[(String, Backend)]) -> Result<usize, Failed> {
         let mut tensors = self.tensors()?;
         for (name, backend) in variants {
-            self.run_on(backend, &mut tensors).map_err(|failed| Failed(format!("{name}: {}: {self:?}", failed.0)))?;
+            for is_prepared in [false, true].into_iter().filter(|is_prepared| self.is_prepared || !is_prepared) {
+                let what = if is_prepared { "made once: " } else { "" };
+                let result = self.run_on(backend, &mut tensors, is_prepared);
+                result.map_err(|failed| Failed(format!("{name}: {what}{}: {self:?}", failed.0)))?;
+            }
         }
         Ok(1)
     }
 
-    fn run_on(&self, backend: &Backend, tensors: &mut [Tensors]) -> Result<(), Failed> {
+    fn run_on(&self, backend: &Backend, tensors: &mut [Tensors], is_prepared: bool) -> Result<(), Failed> {
         tensors.iter_mut().for_each(Tensors::reset);
         let noop = self.noop.map(|flag| Held::new(DType::U32, &flag.to_le_bytes())).transpose()?;
         let noop = noop.as_ref().map(|flag| flag.view(backend)).transpose()?;
@@ -80,7 +87,11 @@ impl Case {
             cast_grouped(backend, &mut tensors[0].operands(backend)?, held.view(backend)?, &options)?;
         } else {
             let mut operands = tensors.iter_mut().map(|t| t.operands(backend)).collect::<Result<Vec<_>, _>>()?;
-            cast(backend, &mut operands, &options)?;
+            if is_prepared {
+                List::new(backend, operands, options)?.cast(backend)?;
+            } else {
+                cast(backend, &mut operands, &options)?;
+            }
         }
         for t in tensors.iter_mut() {
             t.buffers().try_for_each(|b| b.guarded.fetch(backend))?;

@@ -5,7 +5,7 @@ use std::cell::RefCell;
 
 use moe_kernels::gpu::plain_cast::{PeerCast, Tensors, plain_cast};
 use moe_kernels::gpu::{Buffer, Stream};
-use moe_kernels::ops::cast::{Block, Formula, Operands, Options, ScaleLayout, Scaling, cast, cast_grouped};
+use moe_kernels::ops::cast::{Block, Formula, List, Operands, Options, ScaleLayout, Scaling, cast, cast_grouped};
 use moe_kernels::random::{SplitMix64, symmetric_f32};
 use moe_kernels::tensor::Layout;
 use moe_kernels::{Backend, Cuda, DType, Result, TensorView, TensorViewMut};
@@ -230,6 +230,8 @@ pub struct Held<'a> {
     scale_layouts: Option<[Layout; 2]>,
     /// The operands of the list form of each set.
     lists: Vec<RefCell<Vec<Operands<'a>>>>,
+    /// Lists that are made once, of each set.
+    prepared: Vec<RefCell<List<'a>>>,
 }
 
 /// The matrices of a list: their inputs are those of the group, their outputs lie as those of the group do.
@@ -261,12 +263,17 @@ impl<'a> Held<'a> {
         let padded = Case { rows: case.rows.iter().map(|rows| rows.next_multiple_of(case.pad_rows)).collect(), ..case.clone() };
         let words: Vec<u8> = padded.offsets().iter().flat_map(|offset| offset.to_le_bytes()).collect();
         memory.padded_offsets.upload(&memory.stream, 0, &words)?;
-        let lists = if case.has_list() {
-            lists.iter_mut().enumerate().map(|(set, list)| operands(case, memory, set, list).map(RefCell::new)).collect::<Result<_>>()?
-        } else {
-            Vec::new()
-        };
-        Ok(Held { case, memory, offsets, scale_layouts: case.scale_layouts()?, lists })
+        let mut held = Held { case, memory, offsets, scale_layouts: case.scale_layouts()?, lists: Vec::new(), prepared: Vec::new() };
+        if case.has_list() {
+            let (lists, for_prepared) = lists.split_at_mut(NUM_SETS);
+            let backend = Backend::Cuda(Cuda::on(memory.stream.clone()));
+            for (set, (list, for_prepared)) in lists.iter_mut().zip(for_prepared).enumerate() {
+                held.lists.push(RefCell::new(operands(case, memory, set, list)?));
+                let prepared = List::new(&backend, operands(case, memory, set, for_prepared)?, case.options())?;
+                held.prepared.push(RefCell::new(prepared));
+            }
+        }
+        Ok(held)
     }
 
     /// Every way that can do this case, ours first.
@@ -280,9 +287,12 @@ impl<'a> Held<'a> {
         }
         if self.case.has_list() {
             if self.case.group == "host" {
-                ways.push(Way { name: "grouped, early", run: Box::new(self.grouped(early)) });
+                ways.push(Way { name: "grouped, early", run: Box::new(self.grouped(early.clone())) });
+                ways.push(Way { name: "prepared, early", run: Box::new(move |i| self.prepared(&early, i)) });
             }
-            ways.push(Way { name: "list", run: Box::new(move |i| self.list(&backend, i)) });
+            let of_list = backend.clone();
+            ways.push(Way { name: "list", run: Box::new(move |i| self.list(&of_list, i)) });
+            ways.push(Way { name: "prepared", run: Box::new(move |i| self.prepared(&backend, i)) });
             ways.push(Way {
                 name: "base",
                 run: Box::new(|i| self.with_tensors(i, |tensors| plain_cast(&self.memory.stream, tensors, &self.offsets))),
@@ -359,6 +369,10 @@ impl<'a> Held<'a> {
         cast(backend, &mut self.lists[i % NUM_SETS].borrow_mut(), &self.case.options())
     }
 
+    fn prepared(&self, backend: &Backend, i: usize) -> Result<()> {
+        self.prepared[i % NUM_SETS].borrow_mut().cast(backend)
+    }
+
     fn with_tensors(&self, i: usize, run: impl FnOnce(&Tensors<'_>) -> Result<()>) -> Result<()> {
         let (case, memory, set) = (self.case, self.memory, i % NUM_SETS);
         let (mut row, mut column) = (memory.row[set].borrow_mut(), memory.column[set].borrow_mut());
@@ -379,11 +393,11 @@ impl<'a> Held<'a> {
         self.with_tensors(i, |tensors| peer.run(&self.memory.stream, tensors, &self.offsets, &offsets))
     }
 
-    /// Runs one way once and compares three matrices with the CPU's cast; what is wrong, if anything. The list writes elsewhere: see [`check_list`].
+    /// Runs one way once and compares three matrices with the CPU's cast; what is wrong, if anything. Lists write elsewhere: see [`check_list`].
     pub fn check(&self, way: &Way<'_>) -> Result<Option<String>> {
         let (case, memory) = (self.case, self.memory);
         let stream = &memory.stream;
-        if way.name == "list" {
+        if way.name == "list" || way.name.starts_with("prepared") {
             return Ok(None);
         }
         let copy_bytes = case.padded_rows() * case.columns * case.to.size();
@@ -397,15 +411,27 @@ impl<'a> Held<'a> {
     }
 }
 
-/// As [`Held::check`], of the list form.
+/// As [`Held::check`], of the list form: of a call, and of a list that is made once.
 pub fn check_list(case: &Case, memory: &Memory, lists: &mut [ListMemory]) -> Result<Option<String>> {
     let (stream, list) = (&memory.stream, &mut lists[0]);
     let copy_bytes = case.total_rows() * case.columns;
-    list.row.fill(stream, 0, copy_bytes, 0xFF)?;
-    list.column.fill(stream, 0, copy_bytes, 0xFF)?;
-    list.amax.fill(stream, 0, 4 * case.rows.len(), 0)?;
-    cast(&Backend::Cuda(Cuda::on(stream.clone())), &mut operands(case, memory, 0, list)?, &case.options())?;
-    compare(case, memory, "list", [&list.row, &list.column, &list.amax])
+    let backend = Backend::Cuda(Cuda::on(stream.clone()));
+    for way in ["list", "prepared"] {
+        list.row.fill(stream, 0, copy_bytes, 0xFF)?;
+        list.column.fill(stream, 0, copy_bytes, 0xFF)?;
+        list.amax.fill(stream, 0, 4 * case.rows.len(), 0)?;
+        let mut matrices = operands(case, memory, 0, list)?;
+        if way == "list" {
+            cast(&backend, &mut matrices, &case.options())?;
+        } else {
+            List::new(&backend, matrices, case.options())?.cast(&backend)?;
+        }
+        let wrong = compare(case, memory, way, [&list.row, &list.column, &list.amax])?;
+        if wrong.is_some() {
+            return Ok(wrong);
+        }
+    }
+    Ok(None)
 }
 
 /// The first matrix, the one in the middle and the last.

@@ -2,6 +2,7 @@
 #![forbid(unsafe_code)]
 
 use super::layout::{Shape, Side, Sums, scale_shape};
+use super::overlap::{self, Region};
 use super::{Formula, OP, Operands, Options, ScaleLayout, Scaling};
 use crate::backend::{Cpu, Cuda};
 use crate::error::{Error, Result};
@@ -20,9 +21,6 @@ pub(super) trait Memory {
 
     /// The extents of a group, or the least there can be when its offsets are read later.
     fn sums(&self, offsets: &TensorView<'_>, capacity: usize, options: &Options<'_>) -> Result<Sums>;
-
-    /// Whether the flag says now that there is nothing to do.
-    fn is_noop(&self, options: &Options<'_>) -> bool;
 }
 
 impl Memory for Cpu {
@@ -40,14 +38,6 @@ impl Memory for Cpu {
 
     fn sums(&self, offsets: &TensorView<'_>, capacity: usize, options: &Options<'_>) -> Result<Sums> {
         sums_of(offsets, capacity, options)
-    }
-
-    fn is_noop(&self, options: &Options<'_>) -> bool {
-        let Some(noop) = &options.noop else { return false };
-        let bytes = noop.host(OP, "noop").expect("checked");
-        let bits = u32::from_le_bytes(*bytes.first_chunk().expect("checked"));
-        // -0 is zero.
-        if noop.dtype() == DType::F32 { f32::from_bits(bits) != 0.0 } else { bits != 0 }
     }
 }
 
@@ -68,21 +58,21 @@ impl Memory for Cuda {
     fn sums(&self, _: &TensorView<'_>, _: usize, _: &Options<'_>) -> Result<Sums> {
         Ok(Sums::default())
     }
-
-    fn is_noop(&self, _: &Options<'_>) -> bool {
-        false
-    }
 }
 
+#[inline(always)]
 fn is_on(cuda: &Cuda, what: impl Into<String>, found: Option<DeviceAddress>, extent_bytes: usize) -> Result<()> {
     let here = cuda.device().ordinal();
+    if extent_bytes == 0 || found.is_some_and(|found| found.device == here) { Ok(()) } else { Err(elsewhere(what.into(), found, here)) }
+}
+
+#[cold]
+fn elsewhere(what: String, found: Option<DeviceAddress>, here: u32) -> Error {
     let got = match found {
-        _ if extent_bytes == 0 => return Ok(()),
-        Some(found) if found.device == here => return Ok(()),
         Some(found) => format!("at address {:#x} of device {}", found.address, found.device),
         None => "in host memory".into(),
     };
-    Err(Error::invalid(OP, what, got, format!("in the memory of device {here} (the backend is cuda)")))
+    Error::invalid(OP, what, got, format!("in the memory of device {here} (the backend is cuda)"))
 }
 
 /// What all matrices of a call have in common; every view fits.
@@ -95,7 +85,16 @@ pub(super) struct Known {
     pub(super) reset_amax: bool,
 }
 
-/// Checks a list; `None` when there is nothing to do.
+/// Whether the flag, which was checked, says now that there is nothing to do. A GPU reads it when the operation runs.
+pub(super) fn is_noop(_: &Cpu, options: &Options<'_>) -> bool {
+    let Some(noop) = &options.noop else { return false };
+    let bytes = noop.host(OP, "noop").expect("checked");
+    let bits = u32::from_le_bytes(*bytes.first_chunk().expect("checked"));
+    // -0 is zero.
+    if noop.dtype() == DType::F32 { f32::from_bits(bits) != 0.0 } else { bits != 0 }
+}
+
+/// Checks a list; `None` for one without matrices.
 pub(super) fn list(memory: &impl Memory, matrices: &[Operands<'_>], options: &Options<'_>) -> Result<Option<Known>> {
     options_alone(memory, options)?;
     let Some(first) = matrices.first() else { return Ok(None) };
@@ -113,11 +112,53 @@ pub(super) fn list(memory: &impl Memory, matrices: &[Operands<'_>], options: &Op
             return Err(Error::invalid(OP, name.of("status"), "present", "absent: a list has no offsets"));
         }
     }
-    Ok(known.filter(|_| !memory.is_noop(options)))
+    Ok(known)
 }
 
-/// Checks a grouped call; `None` when there is nothing to do.
-pub(super) fn grouped(memory: &impl Memory, all: &Operands<'_>, offsets: &TensorView<'_>, options: &Options<'_>) -> Result<Option<Known>> {
+/// Checks that no output of a checked list on a GPU shares bytes with another output or an input, of whichever matrix.
+pub(super) fn all_apart(matrices: &[Operands<'_>], options: &Options<'_>) -> Result<()> {
+    fn region(device: Option<DeviceAddress>, layout: &Layout) -> Option<Region> {
+        let at = device.filter(|_| layout.extent_bytes() > 0)?.address;
+        let size = layout.dtype().size() as u64;
+        Some(match (layout.shape(), layout.strides()) {
+            (&[rows, columns], &[stride, _]) => Region::new(at, rows as u64, columns as u64 * size, stride as u64 * size),
+            _ => Region::new(at, 1, layout.extent_bytes() as u64, 0),
+        })
+    }
+    let (mut outputs, mut inputs) = (Vec::with_capacity(matrices.len() * 6), Vec::with_capacity(matrices.len() * 2 + 1));
+    for (i, o) in matrices.iter().enumerate() {
+        let written = [
+            ("row", &o.row),
+            ("column", &o.column),
+            ("row_scales", &o.row_scales),
+            ("column_scales", &o.column_scales),
+            ("amax", &o.amax),
+            ("scale_inv", &o.scale_inv),
+        ];
+        let of = |view: &TensorViewMut<'_>| region(view.device(), view.layout());
+        outputs.extend(written.into_iter().filter_map(|(field, view)| Some((of(view.as_ref()?)?, (Some(i), field)))));
+        let of = |view: &TensorView<'_>| region(view.device(), view.layout());
+        inputs.extend(
+            [("x", Some(&o.x)), ("scale", o.scale.as_ref())].into_iter().filter_map(|(field, view)| Some((of(view?)?, (Some(i), field)))),
+        );
+    }
+    inputs.extend(options.noop.as_ref().and_then(|noop| Some((region(noop.device(), noop.layout())?, (None, "noop")))));
+    match overlap::shared(&mut outputs, &inputs) {
+        None => Ok(()),
+        Some(((matrix, field), (other, other_field))) => {
+            let name = |matrix, field| String::from(Name { matrix }.of(field));
+            Err(Error::invalid(
+                OP,
+                name(matrix, field),
+                format!("overlapping {}", name(other, other_field)),
+                "apart from every other tensor of the list",
+            ))
+        }
+    }
+}
+
+/// Checks a grouped call.
+pub(super) fn grouped(memory: &impl Memory, all: &Operands<'_>, offsets: &TensorView<'_>, options: &Options<'_>) -> Result<Known> {
     options_alone(memory, options)?;
     let name = Name { matrix: None };
     let known = operands(memory, name, all, all, options)?;
@@ -135,7 +176,7 @@ pub(super) fn grouped(memory: &impl Memory, all: &Operands<'_>, offsets: &Tensor
         dtype_of("status", status.dtype(), &[DType::U32])?;
         output(memory, "status", status, &Shape::exact([1]))?;
     }
-    Ok(Some(known).filter(|_| !memory.is_noop(options)))
+    Ok(known)
 }
 
 /// Offset `i`, of a view that was checked.
@@ -343,6 +384,7 @@ fn per_matrix(memory: &impl Memory, name: Name, o: &Operands<'_>, num_matrices: 
 }
 
 /// An output: its shape, rows that do not overlap, its memory.
+#[inline(always)]
 fn output(memory: &impl Memory, name: impl Into<String> + Copy, view: &TensorViewMut<'_>, want: &Shape) -> Result<()> {
     shape_of(name, view.shape(), want)?;
     if let (&[rows, columns], &[stride, _]) = (view.shape(), view.strides())
@@ -354,38 +396,52 @@ fn output(memory: &impl Memory, name: impl Into<String> + Copy, view: &TensorVie
     memory.holds_output(name, view)
 }
 
+// These are looked through hundreds of times a call: what makes text stands apart.
+
+#[inline(always)]
 fn shape_of(name: impl Into<String> + Copy, got: &[usize], want: &Shape) -> Result<()> {
     let fits = |d: usize| got[d] == want[d] || want.grows == Some(d) && got[d] > want[d];
-    if got.len() == want.len() && (0..got.len()).all(fits) {
-        return Ok(());
-    }
+    if got.len() == want.len() && (0..got.len()).all(fits) { Ok(()) } else { Err(another_shape(name.into(), got, want)) }
+}
+
+#[cold]
+fn another_shape(name: String, got: &[usize], want: &Shape) -> Error {
     let larger = match want.grows {
         Some(d) if want.len() > 1 => format!(" or more in dimension {d}"),
         Some(_) => " or more".into(),
         None => String::new(),
     };
-    Err(Error::invalid(OP, name, format!("of shape {got:?}"), format!("shape {:?}{larger}", &want[..])))
+    Error::invalid(OP, name, format!("of shape {got:?}"), format!("shape {:?}{larger}", &want[..]))
 }
 
+#[inline(always)]
 fn dtype_of(name: impl Into<String> + Copy, got: DType, want: &[DType]) -> Result<()> {
-    if want.contains(&got) {
-        return Ok(());
-    }
+    if want.contains(&got) { Ok(()) } else { Err(another_dtype(name.into(), got, want)) }
+}
+
+#[cold]
+fn another_dtype(name: String, got: DType, want: &[DType]) -> Error {
     let names: Vec<_> = want.iter().map(|d| d.name()).collect();
-    Err(Error::invalid(OP, name, got, names.join(" or ")))
+    Error::invalid(OP, name, got, names.join(" or "))
 }
 
+#[inline(always)]
 fn same(name: impl Into<String> + Copy, got: DType, first: DType) -> Result<()> {
-    if got == first {
-        return Ok(());
-    }
-    Err(Error::invalid(OP, name, got, format!("{first}, as the other copies of this call")))
+    if got == first { Ok(()) } else { Err(mixed(name.into(), got, first)) }
 }
 
+#[cold]
+fn mixed(name: String, got: DType, first: DType) -> Error {
+    Error::invalid(OP, name, got, format!("{first}, as the other copies of this call"))
+}
+
+#[inline(always)]
 fn present(name: impl Into<String> + Copy, is: bool, must_be: bool, why: &str) -> Result<()> {
+    if is == must_be { Ok(()) } else { Err(not_as_wanted(name.into(), is, must_be, why)) }
+}
+
+#[cold]
+fn not_as_wanted(name: String, is: bool, must_be: bool, why: &str) -> Error {
     let word = |p| if p { "present" } else { "absent" };
-    if is == must_be {
-        return Ok(());
-    }
-    Err(Error::invalid(OP, name, word(is), format!("{} ({why})", word(must_be))))
+    Error::invalid(OP, name, word(is), format!("{} ({why})", word(must_be)))
 }

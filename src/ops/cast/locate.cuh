@@ -1,7 +1,8 @@
 // Matrices, and which part of which a block casts. Needs platform, fp8, copy, formula and patch.
 //
-// Constants: LIST (matrices stand in the parameters; else one buffer and offsets), CURRENT (bools), MAX_MATRICES; BLOCK_LINES and BLOCK_LENGTH (lines
-// and elements of a line that share a scale; 0 without block scales), STORED (how they are stored).
+// Constants: ROW, COLUMN (copies), LIST (matrices with tensors of their own; else one buffer and offsets), TABLE (a list's matrices and parts stand in device memory; else its
+// matrices in the parameters), CURRENT (bools), MAX_MATRICES; BLOCK_LINES and BLOCK_LENGTH (lines and elements of a line that share a scale; 0 without block
+// scales), STORED (how they are stored).
 
 constexpr bool HAS_SCALES = BLOCK_LENGTH > 0;
 
@@ -28,10 +29,10 @@ struct Matrix : MatrixScales<HAS_SCALES> {
     u32 num_rows; // group: of x
     u32 num_columns;
     u32 first_part; // list: parts of the matrices before
-    u32 padding;
+    u32 num_down;   // list: parts of a strip
 };
 
-struct Parameters {
+struct ParametersOfAll {
     const u32* noop;     // or null
     const void* offsets; // group: num_matrices + 1
     u32* status;         // group: or null
@@ -45,16 +46,17 @@ struct Parameters {
     u32 flags;
     float epsilon;
     u32 num_strips; // group: of TILE_COLUMNS columns
-    Matrix matrices[MAX_MATRICES];
+    u32 tail_start; // group: matrices from this row on are cut into lower parts
+    u32 padding;
 };
 
 // Of `status`; 0 when all was well.
 constexpr u32 BAD_OFFSETS = 1, SHORT_OUTPUTS = 2;
 
-constexpr u32 NOOP_IS_FLOAT = 1, OFFSETS_ARE_64_BITS = 2, RESET_AMAX = 4, POWER_OF_TWO = 8;
+constexpr u32 NOOP_IS_FLOAT = 1, OFFSETS_ARE_64_BITS = 2, RESET_AMAX = 4, POWER_OF_TWO = 8, LAST_FIRST = 16;
 
 // Every block sees the same flag.
-DEVICE bool is_noop(const Parameters& p) {
+DEVICE bool is_noop(const ParametersOfAll& p) {
     if (p.noop == nullptr) {
         return false;
     }
@@ -63,7 +65,7 @@ DEVICE bool is_noop(const Parameters& p) {
 }
 
 // The scale of a matrix: given, absent, or from the matrix's own greatest magnitude, which then stands in its place.
-DEVICE float scale_of(const Parameters& p, const float* scale, u32 i) {
+DEVICE float scale_of(const ParametersOfAll& p, const float* scale, u32 i) {
     if constexpr (CURRENT) {
         return te_scale(scale[i], LARGEST_VALUE, p.epsilon, (p.flags & POWER_OF_TWO) != 0, LARGEST_FINITE<f32>);
     } else {
@@ -103,6 +105,26 @@ struct Part : PartScales<HAS_SCALES> {
     u32 first_column;
 };
 
+// A part in a table, with its matrix: all that a block needs to begin, in one read.
+struct alignas(16) Entry {
+    Matrix matrix;
+    u32 number; // of the matrix
+    u32 first_row;
+    u32 num_rows; // padding included
+    u32 first_column;
+    u32 padding[2];
+};
+static_assert(sizeof(Entry) == sizeof(Matrix) + 24, "No padding but that.");
+
+template <bool> struct ParametersOf : ParametersOfAll {
+    Matrix matrices[MAX_MATRICES];
+};
+template <> struct ParametersOf<true> : ParametersOfAll {
+    const Matrix* matrices;
+    const Entry* parts; // num_blocks
+};
+using Parameters = ParametersOf<TABLE>;
+
 DEVICE u32 quotient_up(u32 a, u32 b) {
     return a / b + (a % b != 0);
 }
@@ -115,8 +137,13 @@ struct Share {
     u32 num;
 };
 
+// Parts of the pass that casts with the matrices' own greatest magnitudes may be taken from the last to the first: what was measured last is in the cache still.
+DEVICE u32 block_of_parts(const ParametersOfAll& p) {
+    return CURRENT && (ROW || COLUMN) && (p.flags & LAST_FIRST) != 0 ? p.num_blocks - 1 - block_idx_x() : block_idx_x();
+}
+
 DEVICE Share share_of_block(const Parameters& p, u32 num_parts) {
-    const u32 block = block_idx_x();
+    const u32 block = block_of_parts(p);
     if (num_parts <= p.num_blocks) {
         return {block, block < num_parts ? 1u : 0u};
     }
@@ -170,9 +197,18 @@ template <class P, class M> DEVICE void place_scales(P& part, const M& m, u32 nu
 constexpr u32 CUT_ROWS = HAS_SCALES ? TILE_ROWS : 32;
 static_assert(GROUP_ROWS % CUT_ROWS == 0, "The largest part is made of such rows.");
 
-// Cuts `l` of the parts of a matrix of part.height rows: strips of columns one after the other, parts of a strip from top to bottom, as even as can be.
-DEVICE void cut(Part& part, u32 l) {
-    const u32 num_down = quotient_up(part.height, GROUP_ROWS);
+// Rows of a part at most, of matrices at the end of a group: blocks that end late are short.
+constexpr u32 TAIL_ROWS = HAS_SCALES ? GROUP_ROWS : TILE_ROWS * TAIL_TILES;
+static_assert(TAIL_ROWS % CUT_ROWS == 0, "As above.");
+
+// Parts of a strip of a group's matrix of `height` rows, padding included, that starts at row `start`.
+DEVICE u32 parts_of(const Parameters& p, u32 height, u32 start) {
+    return start >= p.tail_start ? quotient_up(height, TAIL_ROWS) : quotient_up(height, GROUP_ROWS);
+}
+
+// Cuts `l` of the parts of a matrix of part.height rows: strips of columns one after the other, `num_down` parts of a strip from top to bottom, as even as
+// can be.
+DEVICE void cut(Part& part, u32 l, u32 num_down) {
     u32 strip = l, first_row = 0, end = part.height;
     if (num_down > 1) {
         const u32 units = quotient_up(part.height, CUT_ROWS), least = units / num_down, larger = units % num_down;
@@ -201,27 +237,42 @@ DEVICE u8* columns_of(const Matrix& m, const Part& part) {
     return m.column + (u64)part.before * (m.num_columns * OUT) + part.first_column * column_stride_of(m, part) + part.first_row * OUT;
 }
 
-// The part of a list: thread 0.
-DEVICE void find_in_list(const Parameters& p, u32 l, Part& found) {
-    u32 first = 0, end = p.num_matrices;
-    while (first + 1 < end) {
-        const u32 middle = (first + end) / 2;
-        const bool is_before = p.matrices[middle].first_part <= l;
-        first = is_before ? middle : first;
-        end = is_before ? end : middle;
+// Part `l` of a list: thread 0. A template, so that the form that is not there is not looked at.
+template <class P> DEVICE void find_in_list(const P& p, u32 l, Part& found) {
+    if constexpr (TABLE) {
+        const Entry& entry = p.parts[l];
+        found.matrix = entry.number;
+        found.start = 0;
+        found.before = 0;
+        found.num_valid = entry.matrix.num_rows;
+        found.height = padded(p, entry.matrix.num_rows);
+        found.first_row = entry.first_row;
+        found.num_rows = entry.num_rows;
+        found.first_column = entry.first_column;
+        if constexpr (HAS_SCALES) {
+            place_scales(found, entry.matrix, found.height, Sums{});
+        }
+    } else {
+        u32 first = 0, end = p.num_matrices;
+        while (first + 1 < end) {
+            const u32 middle = (first + end) / 2;
+            const bool is_before = p.matrices[middle].first_part <= l;
+            first = is_before ? middle : first;
+            end = is_before ? end : middle;
+        }
+        const Matrix& m = p.matrices[first];
+        Part part;
+        part.matrix = first;
+        part.start = 0;
+        part.before = 0;
+        part.num_valid = m.num_rows;
+        part.height = padded(p, m.num_rows);
+        cut(part, l - m.first_part, m.num_down);
+        if constexpr (HAS_SCALES) {
+            place_scales(part, m, part.height, Sums{});
+        }
+        found = part;
     }
-    const Matrix& m = p.matrices[first];
-    Part part;
-    part.matrix = first;
-    part.start = 0;
-    part.before = 0;
-    part.num_valid = m.num_rows;
-    part.height = padded(p, m.num_rows);
-    cut(part, l - m.first_part);
-    if constexpr (HAS_SCALES) {
-        place_scales(part, m, part.height, Sums{});
-    }
-    found = part;
 }
 
 DEVICE i64 offset_of(const Parameters& p, u32 i) {
@@ -241,9 +292,9 @@ struct Found {
 };
 
 // Adds a matrix of `num_rows` rows.
-DEVICE void add_matrix(const Parameters& p, Sums& sums, u32 num_rows) {
+DEVICE void add_matrix(const Parameters& p, Sums& sums, u32 num_rows, u32 start) {
     const u32 rows = padded(p, num_rows);
-    sums.parts += quotient_up(rows, GROUP_ROWS);
+    sums.parts += parts_of(p, rows, start);
     sums.rows += rows;
     if constexpr (HAS_SCALES) {
         sums.blocks += blocks_of(rows);
@@ -251,20 +302,12 @@ DEVICE void add_matrix(const Parameters& p, Sums& sums, u32 num_rows) {
     }
 }
 
-// Finds part `nth` of this block; false when there is none. All threads take part; ends with a barrier.
+// Finds part `nth` of this block of a group; false when there is none. All threads take part; ends with a barrier.
 //
 // Each thread looks at one matrix (of more matrices than threads at some neighbours), and the one whose matrix has the part cuts it: what counts is the time
 // until the block's first load. A group has no parts when its offsets are not what they must be: nothing is read or written outside of the buffers.
-DEVICE bool locate(const Parameters& p, u32 nth, Found& shared, Part& found) {
+DEVICE bool locate_in_group(const Parameters& p, u32 nth, Found& shared, Part& found) {
     const u32 thread = thread_idx(), lane = thread % 32, group = thread / 32;
-    if constexpr (LIST) {
-        if (thread == 0) {
-            find_in_list(p, block_idx_x(), found);
-            shared.has_more = 0;
-        }
-        block_barrier();
-        return true;
-    }
     const Matrix& all = p.matrices[0];
     const u32 num_strips = p.num_strips;
     const bool has_sums = HAS_SCALES || p.pad_rows > 1; // without padding the offsets are the sums of rows
@@ -279,12 +322,12 @@ DEVICE bool locate(const Parameters& p, u32 nth, Found& shared, Part& found) {
         bool is_bad = (first == 0 && at != 0) || next < at || (u64)next > all.num_rows;
         start = (u32)at;
         num_rows = (u32)(next - at);
-        add_matrix(p, own, num_rows);
+        add_matrix(p, own, num_rows, start);
 #pragma unroll 1
         for (u32 i = first + 1; i < end; i++) {
             const i64 after = offset_of(p, i + 1);
             is_bad = is_bad || after < next || (u64)after > all.num_rows;
-            add_matrix(p, own, (u32)(after - next));
+            add_matrix(p, own, (u32)(after - next), (u32)next);
             next = after;
         }
         own_status = is_bad ? BAD_OFFSETS : !has_sums && (u64)next > p.row_capacity ? SHORT_OUTPUTS : 0;
@@ -354,12 +397,13 @@ DEVICE bool locate(const Parameters& p, u32 nth, Found& shared, Part& found) {
 #pragma unroll 1
             for (;;) {
                 own_part.height = padded(p, num_rows);
-                const u32 parts = quotient_up(own_part.height, GROUP_ROWS) * num_strips;
+                const u32 num_down = parts_of(p, own_part.height, start), parts = num_down * num_strips;
                 if (l < parts) {
+                    cut(own_part, l, num_down);
                     break;
                 }
                 l -= parts;
-                add_matrix(p, sums, num_rows);
+                add_matrix(p, sums, num_rows, start);
                 i++;
                 start += num_rows;
                 num_rows = (u32)offset_of(p, i + 1) - start;
@@ -368,7 +412,6 @@ DEVICE bool locate(const Parameters& p, u32 nth, Found& shared, Part& found) {
             own_part.start = start;
             own_part.before = has_sums ? sums.rows : start;
             own_part.num_valid = num_rows;
-            cut(own_part, l);
             if constexpr (HAS_SCALES) {
                 place_scales(own_part, all, own_part.height, sums);
             }
@@ -377,4 +420,57 @@ DEVICE bool locate(const Parameters& p, u32 nth, Found& shared, Part& found) {
     }
     block_barrier();
     return part != NO_PART;
+}
+
+// A part and the tensors of its matrix.
+struct Target {
+    Part part;
+    Matrix matrix;
+};
+
+// The part that was found; of a table each thread reads it for itself: without a barrier a block begins sooner.
+// A template, as `locate` is, so that what other forms do is not looked at.
+template <class P> DEVICE Target target_of(const P& p, const Part& found) {
+    Target target;
+    if constexpr (TABLE) {
+        constexpr u32 NUM_VECTORS = sizeof(Entry) / sizeof(Vec16);
+        union {
+            Vec16 vector[NUM_VECTORS];
+            Entry entry;
+        };
+        const Vec16* const at = (const Vec16*)(p.parts + block_of_parts(p));
+#pragma unroll
+        for (u32 i = 0; i < NUM_VECTORS; i++) {
+            vector[i] = at[i];
+        }
+        target.matrix = entry.matrix;
+        target.part.matrix = entry.number;
+        target.part.start = 0;
+        target.part.before = 0;
+        target.part.num_valid = entry.matrix.num_rows;
+        target.part.height = padded(p, entry.matrix.num_rows);
+        target.part.first_row = entry.first_row;
+        target.part.num_rows = entry.num_rows;
+        target.part.first_column = entry.first_column;
+    } else {
+        target.part = found;
+        target.matrix = p.matrices[LIST ? found.matrix : 0];
+    }
+    return target;
+}
+
+// Finds part `nth` of this block; false when there is none. All threads take part; ends with a barrier. One scale a matrix and a table: `target_of` finds it.
+template <class P> DEVICE bool locate(const P& p, u32 nth, Found& shared, Part& found) {
+    if constexpr (TABLE && !HAS_SCALES) {
+        return nth == 0;
+    } else if constexpr (LIST) {
+        if (thread_idx() == 0) {
+            find_in_list(p, block_of_parts(p), found);
+            shared.has_more = 0;
+        }
+        block_barrier();
+        return nth == 0;
+    } else {
+        return locate_in_group(p, nth, shared, found);
+    }
 }

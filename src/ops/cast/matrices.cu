@@ -8,7 +8,7 @@
 // Sync       none: kernels of a stream run one after the other
 // Requires   checked views
 //
-// Constants: FROM, TO (types), LIST, FINISH, CURRENT (bools), TILE_ROWS, TILE_COLUMNS, TILES_DOWN, MAX_MATRICES.
+// Constants: FROM, TO (types), LIST, TABLE, FINISH, CURRENT (bools), TILE_ROWS, TILE_COLUMNS, TILES_DOWN, TAIL_TILES, MAX_MATRICES.
 
 constexpr u32 MATRIX_THREADS = 128; // arbitrary: few matrices, short work
 

@@ -15,7 +15,7 @@
 //! for them, neither copies nor their scales are written there, and [`Operands::status`] says so; the CPU returns an error.
 //!
 //! Two forms: [`cast`] takes a list of matrices of any shapes, [`cast_grouped`] one buffer of rows and the offsets of its matrices, which are
-//! read when the operation runs. [`Scaling`] says where scales come from.
+//! read when the operation runs. A [`List`] is checked once and cast often. [`Scaling`] says where scales come from.
 //!
 //! # Scales of blocks
 //!
@@ -35,10 +35,16 @@ mod formula;
 mod gpu;
 mod kernels;
 mod layout;
+mod list;
 #[cfg(target_arch = "x86_64")]
 mod ocp;
+mod overlap;
+mod table;
 mod tile;
 mod tuning;
+mod variant;
+
+pub use list::List;
 
 const OP: &str = "cast";
 
@@ -254,7 +260,8 @@ pub enum ScaleLayout {
 }
 
 /// Casts every matrix of a list. All matrices have the same input type, the same output type and the same directions; shapes may differ. A GPU takes 256 matrices
-/// a launch. The tensors of one matrix must not overlap, nor may outputs of different ones; of a list in a GPU's memory only the former is checked.
+/// a launch, and the host checks each matrix at each call: see [`List`] for more matrices, and for those that are cast often. The tensors of one matrix
+/// must not overlap, nor may outputs of different ones; of a list in a GPU's memory only the former is checked here.
 ///
 /// ```
 /// use moe_kernels::ops::cast::{Operands, Options, cast};
@@ -278,8 +285,8 @@ pub enum ScaleLayout {
 pub fn cast(backend: &Backend, matrices: &mut [Operands<'_>], options: &Options<'_>) -> Result<()> {
     match backend {
         Backend::Cpu(cpu) => match check::list(cpu, matrices, options)? {
-            Some(known) => cpu::list(cpu, &known, matrices),
-            None => Ok(()),
+            Some(known) if !check::is_noop(cpu, options) => cpu::list(cpu, &known, matrices),
+            _ => Ok(()),
         },
         Backend::Cuda(cuda) => match check::list(cuda, matrices, options)? {
             Some(known) => gpu::list(cuda, &known, matrices, options),
@@ -316,17 +323,17 @@ pub fn cast(backend: &Backend, matrices: &mut [Operands<'_>], options: &Options<
 pub fn cast_grouped(backend: &Backend, operands: &mut Operands<'_>, offsets: TensorView<'_>, options: &Options<'_>) -> Result<()> {
     match backend {
         Backend::Cpu(cpu) => match check::grouped(cpu, operands, &offsets, options)? {
-            Some(known) => cpu::grouped(cpu, &known, operands, &offsets),
-            None => Ok(()),
+            _ if check::is_noop(cpu, options) => Ok(()),
+            known => cpu::grouped(cpu, &known, operands, &offsets),
         },
-        Backend::Cuda(cuda) => match check::grouped(cuda, operands, &offsets, options)? {
-            Some(known) => gpu::grouped(cuda, &known, operands, &offsets, options),
-            None => Ok(()),
-        },
+        Backend::Cuda(cuda) => {
+            let known = check::grouped(cuda, operands, &offsets, options)?;
+            gpu::grouped(cuda, &known, operands, &offsets, options)
+        }
     }
 }
 
 /// Every kernel with every set of constants that is meant to be shipped.
 pub fn programs() -> Vec<Program> {
-    gpu::shipped().iter().map(Spec::program).collect()
+    variant::shipped().iter().map(Spec::program).collect()
 }

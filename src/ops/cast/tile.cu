@@ -8,8 +8,8 @@
 // Sync       block barriers; amax by atomic maximum, one a part
 // Requires   checked views; pad_rows 1, 16, 32 or 128; fewer than 2^31 rows and columns, fewer than 2^32 padded rows
 //
-// Constants: FROM, TO (types), ROW, COLUMN, LIST, CURRENT, ALIGNED (bools), TILE_ROWS, TILE_COLUMNS, TILES_DOWN, MAX_MATRICES, BLOCKS (resident in a
-// multiprocessor).
+// Constants: FROM, TO (types), ROW, COLUMN, LIST, TABLE, CURRENT, ALIGNED (bools), TILE_ROWS, TILE_COLUMNS, TILES_DOWN, TAIL_TILES, MAX_MATRICES, BLOCKS
+// (resident in a multiprocessor).
 
 #if PLATFORM_AMD
 extern __attribute__((shared)) u64 shared_tile[];
@@ -27,6 +27,13 @@ DEVICE void store_inverses(const Parameters& p) {
     }
 }
 
+// Current scaling takes two passes: one that only measures, and one that casts. In between a matrix's greatest magnitude stands in scale_inv.
+constexpr bool MEASURES = CURRENT && !ROW && !COLUMN;
+
+DEVICE i32* amax_of(const Matrix& m) {
+    return MEASURES ? (i32*)m.scale_inv : CURRENT ? nullptr : m.amax;
+}
+
 KERNEL_FITTING(NUM_THREADS, BLOCKS) cast_tile(PARAMETERS(Parameters) p) {
     SHARED Part found;
     SHARED Found search;
@@ -37,9 +44,10 @@ KERNEL_FITTING(NUM_THREADS, BLOCKS) cast_tile(PARAMETERS(Parameters) p) {
     }
     const u32 thread = thread_idx(), across = thread % ACROSS, down = thread / ACROSS;
     for (u32 nth = 0; locate(p, nth, search, found); nth++) {
-        const Part part = found;
-        const Matrix& m = p.matrices[LIST ? part.matrix : 0];
-        const float scale = scale_of(p, m.scale, LIST ? 0 : part.matrix);
+        const Target target = target_of(p, found);
+        const Part& part = target.part;
+        const Matrix& m = target.matrix;
+        const float scale = MEASURES ? 1.0f : scale_of(p, CURRENT ? m.scale_inv : m.scale, LIST ? 0 : part.matrix);
         const u32 first_column = part.first_column + across * PATCH, left = first_column < m.num_columns ? m.num_columns - first_column : 0;
         const u32 columns_here = left < PATCH ? left : PATCH;
         const u8* const x = input_of(m, part) + first_column * IN;
@@ -92,18 +100,21 @@ KERNEL_FITTING(NUM_THREADS, BLOCKS) cast_tile(PARAMETERS(Parameters) p) {
         const Walk walk = walk_of(columns, length);
         // The barrier in it: the shared tile is whole, and everyone has read what was found.
         const u32 bits = greatest_of_block(greatest_bits<FROM>(greatest), scratch);
-        if (thread == 0 && m.amax != nullptr) {
-            raise(m.amax + (LIST ? 0 : part.matrix), (i32)bits);
+        i32* const amax = amax_of(m);
+        if (thread == 0 && amax != nullptr) {
+            raise(amax + (LIST ? 0 : part.matrix), (i32)bits);
         }
         if (COLUMN) {
             store_columns(columns, column_stride_of(m, part), shared_tile, length, columns_left < TILE_COLUMNS ? columns_left : TILE_COLUMNS, walk);
         }
-        if (!search.has_more) {
+        if (TABLE || !search.has_more) {
             break;
         }
     }
     if (block_idx_x() == 0) {
-        store_inverses(p);
+        if (!CURRENT) {
+            store_inverses(p);
+        }
         if (!LIST && thread == 0 && p.status != nullptr) {
             *p.status = search.status_of_all;
         }
