@@ -407,7 +407,7 @@ fn lists() -> Outcome {
         for (is_aligned, rows) in [(true, 700), (false, 700), (true, 100)] {
             let columns = |i: usize| if is_aligned { [256, 8, 520, 64][i % 4] } else { [256, 9, 130, 1][i % 4] };
             // Most of them short, so that a thousand take little memory.
-            let of = |i: usize| [if i % 37 == 0 { rows } else { (i * 7) % 40 }, columns(i)];
+            let of = |i: usize| [if i.is_multiple_of(37) { rows } else { (i * 7) % 40 }, columns(i)];
             let shapes: Vec<[usize; 2]> = (0..num).map(of).collect();
             for scaling in [Scaling::Given, Scaling::Current { epsilon: 0.0, power_of_two: false }] {
                 let (what, options) = (format!("{num} matrices of {rows} rows, {is_aligned}, {scaling:?}"), Options::with_scaling(scaling));
