@@ -162,9 +162,7 @@ impl Choice {
             Class::Some if self.is_small_world() => (7, 2),
             Class::Some => (7, 1),
             Class::Many if few_sms => (1, 2),
-            // Of few rows more of each, so that as much is on its way (measured at 4096 tokens: 88.6 and 89.4 us at 2 ranks, 687 and 681 at 8).
-            Class::Many if self.is_small_world() => (7, 2),
-            Class::Many => (14, 1),
+            Class::Many => (7, 2),
         };
         // Words of rows in flight, as registers hold them beside what else a thread keeps (derived: 48 registers; at most what was measured).
         let words = registers(threads).saturating_sub(48).clamp(4, 64);
@@ -423,7 +421,7 @@ mod tests {
     fn what_was_measured_best() {
         let (two, eight) = (choice(&base(), 2, Tuning::default()), choice(&base(), 8, Tuning::default()));
         assert_eq!([0, 1, 128, 4096].map(|t| combine(&two, t)), [(1, 512, 28, 1), (2, 512, 28, 1), (112, 256, 7, 2), (14336, 64, 7, 2)]);
-        assert_eq!([1, 128, 4096].map(|t| combine(&eight, t)), [(4, 256, 28, 1), (896, 64, 14, 1), (28672, 64, 14, 1)]);
+        assert_eq!([1, 128, 4096].map(|t| combine(&eight, t)), [(4, 256, 28, 1), (448, 64, 7, 2), (14336, 64, 7, 2)]);
         assert_eq!(Class::ALL.map(|class| two.mapping(class).stream), [false, false, true]);
         assert_eq!(Class::ALL.map(|class| eight.mapping(class).max_group), [8, 8, 8]);
         assert_eq!([192, 193].map(|t| two.waits_before(two.class_of(t))), [false, true]);
