@@ -48,8 +48,8 @@ DEVICE u32 total_below(const Shared& s, u32 warp, u32 rank) {
     return sum;
 }
 
-// With many tokens what is kept is stored whole sectors at a time: at 8 ranks and 4096 tokens the lists delay the peers' words (measured, H200: words
-// 2 us earlier, skip payload 9.2 to 8.7 us at 2 ranks; with few tokens no faster). A token's destinations are collected in registers, a warp's records in
+// With many tokens what is kept is stored whole sectors at a time: the lists delay the peers' words (measured, H200, 4096 tokens: neither rows nor records
+// 9.2 to 8.7 us at 2 ranks, the whole dispatch 774 to 772 at 8; with few tokens no faster). A token's destinations are collected in registers, a warp's records in
 // shared memory. Of many destinations or routes there is no room.
 constexpr bool LISTS_WHOLE = !SMALL && NUM_DESTINATIONS <= 8 && (NUM_DESTINATIONS & (NUM_DESTINATIONS - 1)) == 0; // 8: arbitrary
 constexpr u32 ROUTE_VECTORS = ROUTE_BYTES / 16;
