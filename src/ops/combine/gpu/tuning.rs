@@ -40,7 +40,7 @@ pub(super) struct Choice {
     /// What a table says of this GPU.
     pub measured: Measured,
     /// By class, once all of the above is known: a call need not find them again (measured: half of the host's time of a call).
-    pub settled: Option<[Mapping; 3]>,
+    pub mappings: Option<[Mapping; 3]>,
 }
 
 /// Threads of a block, the split of a row of the result, rows at a time.
@@ -65,13 +65,13 @@ impl Choice {
             ranks_on_device,
             tuning,
             measured: Measured::default(),
-            settled: None,
+            mappings: None,
         }
     }
 
     /// The same, with its mappings found.
-    pub fn settle(self) -> Self {
-        Choice { settled: Some(Class::ALL.map(|class| self.mapping(class))), ..self }
+    pub fn with_mappings(self) -> Self {
+        Choice { mappings: Some(Class::ALL.map(|class| self.mapping(class))), ..self }
     }
 
     fn phase(&self) -> PhaseTuning {
@@ -139,8 +139,8 @@ impl Choice {
     }
 
     pub fn mapping(&self, class: Class) -> Mapping {
-        if let Some(settled) = &self.settled {
-            return settled[class as usize];
+        if let Some(mappings) = &self.mappings {
+            return mappings[class as usize];
         }
         let class = self.reachable(class);
         // Few blocks are to do it all, and wait themselves.
@@ -283,7 +283,7 @@ impl Loaded {
     pub fn load(device: &Device, c: &Config, p: &Plan, ranks_on_device: u32, tuning: Tuning) -> Result<Self> {
         let choice = Choice::new(c, p, ranks_on_device, tuning);
         let key = Key::new(TablePhase::Combine, c, p, choice.ranks_on_device, tuning.combine.sms);
-        let choice = Choice { measured: Measured::within(&device.properties().name, &key, choice.most_some()), ..choice }.settle();
+        let choice = Choice { measured: Measured::within(&device.properties().name, &key, choice.most_some()), ..choice }.with_mappings();
         // All at once first; what follows finds them loaded.
         choice.all().into_par_iter().try_for_each(|spec| KERNELS.load(device, spec).map(|_| ()))?;
         fn of<P>(device: &Device, choice: &Choice, spec: Spec) -> Result<shape::Loaded<P>> {
