@@ -12,7 +12,7 @@ use crate::tensor::{DType, TensorView, TensorViewMut};
 static KERNELS: Kernels<Variant> = Kernels::new();
 
 macro_rules! sources {
-    ($kernel:literal) => {
+    ($($kernel:literal),*) => {
         &[
             kernel_source!("gpu/device/platform.cuh"),
             kernel_source!("gpu/device/float.cuh"),
@@ -21,13 +21,13 @@ macro_rules! sources {
             kernel_source!("ops/cast/formula.cuh"),
             kernel_source!("ops/cast/patch.cuh"),
             kernel_source!("ops/cast/locate.cuh"),
-            kernel_source!($kernel),
+            $(kernel_source!($kernel)),*
         ]
     };
 }
 const TILE_SOURCES: &[Source] = sources!("ops/cast/tile.cu");
 const MATRICES_SOURCES: &[Source] = sources!("ops/cast/matrices.cu");
-const BLOCK_SOURCES: &[Source] = sources!("ops/cast/block.cu");
+const BLOCK_SOURCES: &[Source] = sources!("ops/cast/search.cuh", "ops/cast/block.cu");
 
 /// Threads of a block of `cast_matrices` (arbitrary, as in matrices.cu).
 const MATRIX_THREADS: u32 = 128;
@@ -133,9 +133,16 @@ impl Scales {
 
     fn tile(self, from: DType, to: DType, is_native: bool, mean_rows: usize) -> Tile {
         match self {
-            Scales::Blocks { block, .. } => tuning::block_tile(from, is_native, block == Block::Row128),
+            Scales::Blocks { .. } => tuning::block_tile(from, is_native),
             Scales::Given | Scales::Current => tuning::tile(from, to, is_native, mean_rows),
         }
+    }
+}
+
+impl Scales {
+    /// Of the columns of a part. With block scales they leave without shared memory.
+    fn smem_bytes(self, tile: Tile, to: DType, has_column: bool) -> u32 {
+        if has_column && !matches!(self, Scales::Blocks { .. }) { tile.smem_bytes(to) } else { 0 }
     }
 }
 
@@ -179,6 +186,7 @@ impl Spec for Variant {
             Constant::Int("TILE_ROWS", tile.rows.into()),
             Constant::Int("TILE_COLUMNS", tile.columns.into()),
             Constant::Int("TILES_DOWN", tile.down.into()),
+            Constant::Int("STRIP_COLUMNS", tile.strip_columns().into()),
             Constant::Int("MAX_MATRICES", list.max(1).into()),
         ];
         let (types, scale) = (format!("{from} to {to}"), scales.name());
@@ -207,7 +215,8 @@ impl Spec for Variant {
             (false, true) => "column",
             (false, false) => "amax",
         };
-        let Tile { rows, columns, down, blocks } = tile;
+        let Tile { rows, columns, down, across, blocks } = tile;
+        let beside = if across > 1 { format!("x{across}") } else { String::new() };
         let unaligned = if aligned { "" } else { ", unaligned" };
         let (entry, sources) = match scales {
             Scales::Blocks { formula, .. } => {
@@ -217,12 +226,12 @@ impl Spec for Variant {
             Scales::Given | Scales::Current => ("cast_tile", TILE_SOURCES),
         };
         Program {
-            name: format!("cast tiles {types}, {copies}, {scale}, {form}{unaligned} {rows}x{columns}x{down}, {blocks} resident"),
+            name: format!("cast tiles {types}, {copies}, {scale}, {form}{unaligned} {rows}x{columns}x{down}{beside}, {blocks} resident"),
             entry,
             sources,
             constants,
             threads: tile.threads(),
-            smem_bytes: if column { tile.smem_bytes(to) } else { 0 },
+            smem_bytes: scales.smem_bytes(tile, to, column),
             max_registers: tile.max_registers(),
             // Tiles that count on instructions for FP8 are for where they are.
             targets: if to.is_fp8() && tile.blocks > 1 { Targets::Hopper } else { Targets::All },
@@ -435,7 +444,7 @@ fn part_of_list<E: Entry, const N: usize>(
         (matrix.num_rows, matrix.num_columns, matrix.first_part) = (rows, columns, num_parts as u32);
         aligned &= rows == 0 || columns == 0 || matrix.is_aligned(known.to);
         let padded = (rows as usize).next_multiple_of(known.pad_rows);
-        num_parts += padded.div_ceil(tile.part_rows()) as u64 * u64::from(columns.div_ceil(tile.columns.into()));
+        num_parts += padded.div_ceil(tile.part_rows()) as u64 * u64::from(columns.div_ceil(tile.strip_columns()));
         if num_parts > MAX_BLOCKS {
             return Err(too_many_parts());
         }
@@ -480,7 +489,7 @@ fn group_of<E: Entry>(cuda: &Cuda, known: &Known, all: &Operands<'_>, offsets: &
     parameters.num_matrices =
         u32::try_from(num_matrices).map_err(|_| Error::invalid(OP, "offsets", format!("of {num_matrices} matrices"), "fewer than 2^32"))?;
     let num_down = tuning::num_parts_expected(rows.into(), num_matrices as u64, tile.part_rows() as u64);
-    parameters.num_strips = columns.div_ceil(tile.columns.into());
+    parameters.num_strips = columns.div_ceil(tile.strip_columns());
     let num_blocks = num_down * u64::from(parameters.num_strips);
     if num_blocks > MAX_BLOCKS {
         return Err(too_many_parts());
@@ -583,9 +592,7 @@ impl Call<'_> {
     fn launch<E: Entry, const N: usize>(&self, cuda: &Cuda, kind: Kind, scales: Scales, parameters: &Parameters<E, N>) -> Result<()> {
         let variant = Variant { kind, from: self.known.from, to: self.known.to, list: self.list, scales, tile: kind.tile(self.tile) };
         let (num_blocks, threads, smem_bytes) = match kind {
-            Kind::Tiles { column, .. } => {
-                (parameters.num_blocks, self.tile.threads(), if column { self.tile.smem_bytes(self.known.to) } else { 0 })
-            }
+            Kind::Tiles { column, .. } => (parameters.num_blocks, self.tile.threads(), scales.smem_bytes(self.tile, self.known.to, column)),
             Kind::Before | Kind::After => (parameters.num_matrices.div_ceil(MATRIX_THREADS), MATRIX_THREADS, 0),
         };
         let kernel = KERNELS.get(OP, cuda.stream(), variant)?;

@@ -1,7 +1,7 @@
 // Matrices, and which part of which a block casts. Needs platform, fp8, copy, formula and patch.
 //
 // Constants: LIST (matrices stand in the parameters; else one buffer and offsets), CURRENT (bools), MAX_MATRICES; BLOCK_LINES and BLOCK_LENGTH (lines
-// and elements of a line that share a scale; 0 without block scales), STORED (how they are stored).
+// and elements of a line that share a scale; 0 without block scales), STORED (how they are stored), STRIP_COLUMNS (columns of a part).
 
 constexpr bool HAS_SCALES = BLOCK_LENGTH > 0;
 
@@ -184,7 +184,7 @@ DEVICE void cut(Part& part, u32 l) {
     }
     part.first_row = first_row;
     part.num_rows = end - first_row;
-    part.first_column = strip * TILE_COLUMNS;
+    part.first_column = strip * STRIP_COLUMNS;
 }
 
 // Where the tensors of a part's matrix begin, and where its columns lie.
