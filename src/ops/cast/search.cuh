@@ -1,5 +1,4 @@
-// Which part of a group a block casts, found by one group of 32 lanes: the others have nothing to do, and instructions are what block scales are short of. Needs patch
-// and locate.
+// Which part a block casts, found by one group of 32 lanes while the others wait. Needs patch and locate.
 
 // Of one block.
 struct Search {
