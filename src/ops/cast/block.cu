@@ -1,43 +1,148 @@
 // cast, a scale for each block.
 //
 // Computes   for each block of BLOCK_LINES x BLOCK_LENGTH of a copy its scale by FORMULA, the copy as round(scale * x), the stored scale, and amax raised to
-//            the greatest |x| (oracle::cast::cast); both copies from one read
+//            the greatest |x| (oracle::cast::cast); both copies from one read of memory
 // Layout     as tile.cu; scales as `place_scales` of locate.cuh says
-// Work       a block casts a tile of TILE_ROWS x TILE_COLUMNS that starts at a multiple of both, a thread a patch of 8 x 8, which stays in registers: greatest
-//            magnitudes of its rows and columns, a thread a scale, rows rounded and stored, columns rounded and put into the shared tile, columns stored
-// Shared     the transposed tile; greatest magnitudes and factors of rows and columns; the part found
-// Sync       block barriers; amax by atomic maximum, one a tile
+// Work       a block casts a part, tiles of TILE_ROWS x TILE_COLUMNS one below the other (TILES_DOWN) and side by side (STRIP_COLUMNS). Of each, a group of 32
+//            lanes casts 16 rows and then 16 columns, a lane a patch of 8 x 8: a line of 128 lies in 16 lanes, so greatest magnitudes and scales go from lane
+//            to lane, and columns leave as 128 bytes each. The second read comes from the first-level cache, into which the other groups have just read
+// Shared     the part found; a word for each 32 threads
+// Sync       none between groups of lanes while tiles are cast, but for square blocks; amax by atomic maximum, one a part
 // Requires   as tile.cu
 //
-// Constants: those of tile.cu, and FORMULA; TILES_DOWN is 1.
-
-#if PLATFORM_AMD
-extern __attribute__((shared)) u64 shared_tile[];
-#else
-extern __shared__ __align__(16) u64 shared_tile[];
-#endif
+// Constants: those of tile.cu and locate.cuh, and FORMULA.
 
 constexpr bool IS_SQUARE = BLOCK_LINES > 1;
-constexpr u32 BLOCKS_ACROSS = TILE_COLUMNS / BLOCK_LENGTH; // of a row of the tile
-constexpr u32 BLOCKS_DOWN = TILE_ROWS / BLOCK_LENGTH;
-constexpr u32 PATCHES = BLOCK_LENGTH / PATCH; // of a block along its length
-constexpr u32 ROWS_OF_GROUP = PATCH * 32 / ACROSS; // rows that 32 threads hold
-constexpr u32 GROUPS_OF_BLOCK = BLOCK_LENGTH / ROWS_OF_GROUP;
-static_assert(TILE_ROWS % BLOCK_LENGTH == 0 && TILE_COLUMNS % BLOCK_LENGTH == 0 && TILES_DOWN == 1, "Tiles hold whole blocks.");
-static_assert(!IS_SQUARE || (TILE_ROWS == BLOCK_LINES && TILE_COLUMNS == BLOCK_LENGTH), "A square block is a tile.");
-static_assert(ACROSS <= 32 && PATCHES <= ACROSS && ROWS_OF_GROUP <= BLOCK_LENGTH, "Blocks are reduced by lanes, then by groups of lanes.");
+constexpr u32 HALF = 16;                            // lanes along a line of a tile
+constexpr u32 LANES = IS_SQUARE ? HALF : BLOCK_LENGTH / PATCH; // that a block has along a line
+constexpr u32 LINE_WORDS = PATCH * IN / 4 < PATCH ? PATCH * IN / 4 : PATCH; // greatest magnitudes of a patch's lines: two halves a word, or one f32
+constexpr u32 OWN = LANES == HALF ? 1 : PATCH / LANES;  // lines whose scale a lane computes
+static_assert(TILE_ROWS == HALF * PATCH && TILE_COLUMNS == HALF * PATCH && OUT == 1, "Half a group of lanes holds a line.");
+static_assert(!IS_SQUARE || (BLOCK_LINES == TILE_ROWS && BLOCK_LENGTH == TILE_COLUMNS), "A square block is a tile.");
+static_assert(TILE_ROWS % BLOCK_LENGTH == 0, "Tiles hold whole blocks.");
 
-DEVICE u32 larger_of(u32 a, u32 b) {
-    return a > b ? a : b;
+template <class T> constexpr bool IS_BF16 = false;
+template <> constexpr bool IS_BF16<bf16> = true;
+constexpr u32 MAGNITUDES = IN == 4 ? 0x7FFFFFFF : 0x7FFF7FFF;
+
+// Of two magnitudes, each half for itself; no NaN.
+DEVICE u32 larger_halves(u32 a, u32 b) {
+#if PLATFORM_AMD
+    return greater<FROM>(a, b);
+#else
+    u32 larger;
+    if constexpr (IS_BF16<FROM>) {
+        asm("max.bf16x2 %0, %1, %2;" : "=r"(larger) : "r"(a), "r"(b));
+    } else {
+        asm("max.f16x2 %0, %1, %2;" : "=r"(larger) : "r"(a), "r"(b));
+    }
+    return larger;
+#endif
 }
 
-// The greatest over lanes that differ in the bits of MASK .. END / 2.
-template <u32 MASK, u32 END> DEVICE u32 greatest_of_lanes(u32 value) {
-    if constexpr (MASK < END) {
-        const float other = shuffle_xor<MASK>(float_of(value));
-        return greatest_of_lanes<MASK * 2, END>(larger_of(value, bits_of(other)));
+// Greatest magnitudes of several lines: of f32 one a word, of two bytes two a word, each half for itself.
+DEVICE u32 larger_of(u32 a, u32 b) {
+    if constexpr (IN == 4) {
+        return a > b ? a : b;
     } else {
-        return value;
+        return larger_halves(a, b);
+    }
+}
+
+// The same of numbers: signs of the result are anything.
+DEVICE u32 larger_magnitude(u32 a, u32 b) {
+#if !PLATFORM_AMD && defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 860 // spec: PTX
+    if constexpr (IN == 2) {
+        u32 larger;
+        if constexpr (IS_BF16<FROM>) {
+            asm("max.xorsign.abs.bf16x2 %0, %1, %2;" : "=r"(larger) : "r"(a), "r"(b));
+        } else {
+            asm("max.xorsign.abs.f16x2 %0, %1, %2;" : "=r"(larger) : "r"(a), "r"(b));
+        }
+        return larger;
+    }
+#endif
+    return greater<FROM>(a, b);
+}
+
+
+DEVICE u32 at_most(u32 value, u32 limit) {
+    return value < limit ? value : limit;
+}
+
+template <u32 MASK> DEVICE u32 of_lane_beside(u32 value) {
+    return bits_of(shuffle_xor<MASK>(float_of(value)));
+}
+
+// Lanes along a line are those that differ in the bits FIRST .. 8 * FIRST.
+constexpr u32 IN_ROW = 1, IN_COLUMN = 2;
+
+template <u32 FIRST> DEVICE u32 along_of(u32 lane) {
+    return lane / FIRST % HALF;
+}
+template <u32 FIRST> DEVICE u32 lane_along(u32 lane, u32 along) {
+    return FIRST == 1 ? lane / HALF * HALF + along : along * 2 + lane % 2;
+}
+
+// Reduces NUM words over lanes that differ in the bits MASK, MASK / 2 .. FIRST; while there are several words, each lane goes on with half of them: the upper ones where
+// the bit is set.
+template <u32 NUM, u32 MASK, u32 FIRST> DEVICE void reduce_lines(u32 (&words)[LINE_WORDS], u32 lane) {
+    if constexpr (MASK >= FIRST) {
+        if constexpr (NUM > 1) {
+            const bool is_upper = (lane & MASK) != 0;
+#pragma unroll
+            for (u32 i = 0; i < NUM / 2; i++) {
+                const u32 kept = is_upper ? words[i + NUM / 2] : words[i], given = is_upper ? words[i] : words[i + NUM / 2];
+                words[i] = larger_of(kept, of_lane_beside<MASK>(given));
+            }
+        } else {
+            words[0] = larger_of(words[0], of_lane_beside<MASK>(words[0]));
+        }
+        reduce_lines<NUM == 1 ? 1 : NUM / 2, MASK / 2, FIRST>(words, lane);
+    }
+}
+
+template <class T> DEVICE float magnitude_of(u32 word, bool is_high);
+template <> DEVICE float magnitude_of<f32>(u32 word, bool) {
+    return float_of(word);
+}
+template <> DEVICE float magnitude_of<bf16>(u32 word, bool is_high) {
+    return float_of(is_high ? word & 0xFFFF0000 : word << 16);
+}
+template <> DEVICE float magnitude_of<f16>(u32 word, bool is_high) {
+    return widen<f16>(f16{(u16)(is_high ? word >> 16 : word)});
+}
+
+// By rows, or by columns: from 0 on, which keeps NaN out.
+DEVICE void greatest_of_rows(const Patch& patch, u32 (&words)[LINE_WORDS]) {
+    u32 rows[PATCH];
+#pragma unroll
+    for (u32 r = 0; r < PATCH; r++) {
+        rows[r] = 0;
+#pragma unroll
+        for (u32 w = 0; w < IN_WORDS; w++) {
+            rows[r] = larger_magnitude(rows[r], patch.word[r][w]);
+        }
+        rows[r] &= MAGNITUDES;
+    }
+#pragma unroll
+    for (u32 i = 0; i < LINE_WORDS; i++) {
+        if constexpr (IN == 4) {
+            words[i] = rows[i];
+        } else {
+            words[i] = larger_of(bytes_of<0, 1, 4, 5>(rows[2 * i], rows[2 * i + 1]), bytes_of<2, 3, 6, 7>(rows[2 * i], rows[2 * i + 1]));
+        }
+    }
+}
+DEVICE void greatest_of_columns(const Patch& patch, u32 (&words)[LINE_WORDS]) {
+#pragma unroll
+    for (u32 w = 0; w < LINE_WORDS; w++) {
+        words[w] = 0;
+#pragma unroll
+        for (u32 r = 0; r < PATCH; r++) {
+            words[w] = larger_magnitude(words[w], patch.word[r][w]);
+        }
+        words[w] &= MAGNITUDES;
     }
 }
 
@@ -58,183 +163,261 @@ template <class S> DEVICE void store_scale(const S& to, u32 line, u32 block, con
     }
 }
 
-// As bits of f32: the greatest of each row and of each column of a patch.
-DEVICE void greatest_of_patch(const Patch& patch, u32 (&of_rows)[PATCH], u32 (&of_columns)[PATCH]) {
-    u32 columns[IN_WORDS] = {};
+// Where scales of lines of a tile go: the tile's first line and block, and the ends of what exists.
+template <class S> struct Lines {
+    const S& to;
+    u32 first;
+    u32 end;
+    u32 first_block;
+    u32 end_block;
+};
+
+DEVICE Scale scale_of_block(const Parameters& p, float amax) {
+    return block_scale<FROM, FORMULA>(amax, LARGEST_VALUE, p.epsilon, (p.flags & POWER_OF_TWO) != 0);
+}
+
+// From the greatest magnitudes of a patch's lines in `words`: scales, stored, and a factor for each line. The patch's first line is `line`.
+template <bool FULL, u32 FIRST, class S> DEVICE void scale_lines(const Parameters& p, const Lines<S>& lines, u32 (&words)[LINE_WORDS], u32 line, float (&factors)[PATCH]) {
+    const u32 lane = thread_idx() % 32, along = along_of<FIRST>(lane), block = lines.first_block + along / LANES;
+    reduce_lines<LINE_WORDS, LANES / 2 * FIRST, FIRST>(words, lane);
+    u32 own_factor[OWN];
 #pragma unroll
-    for (u32 r = 0; r < PATCH; r++) {
-        u32 row = 0;
-#pragma unroll
-        for (u32 w = 0; w < IN_WORDS; w++) {
-            row = greater<FROM>(row, patch.word[r][w]);
-            columns[w] = greater<FROM>(columns[w], patch.word[r][w]);
+    for (u32 i = 0; i < OWN; i++) {
+        const u32 own_line = lines.first + line + (OWN == 1 ? along / 2 : along % LANES * OWN + i);
+        const Scale scale = scale_of_block(p, magnitude_of<FROM>(words[IN == 4 ? i : 0], OWN == 1 ? (along & 2) != 0 : i == 1));
+        own_factor[i] = bits_of(scale.scale);
+        if ((OWN > 1 || along % 2 == 0) && (FULL || (own_line < lines.end && block < lines.end_block))) {
+            store_scale(lines.to, own_line, block, scale);
         }
-        of_rows[r] = greatest_bits<FROM>(row);
     }
 #pragma unroll
-    for (u32 c = 0; c < PATCH; c++) {
-        of_columns[c] = bits_of(element_of<FROM>(columns, c));
+    for (u32 i = 0; i < PATCH; i++) {
+        factors[i] = float_of(OWN == 1 ? value_of(own_factor[0], lane_along<FIRST>(lane, i * 2))
+                                       : value_of(own_factor[i % OWN], lane_along<FIRST>(lane, along / LANES * LANES + i / OWN)));
+    }
+}
+
+// What of a tile there is: rows with padding, rows of the input, columns.
+struct Extents {
+    u32 num_rows;
+    u32 num_valid;
+    u32 num_columns;
+};
+
+// The patch at `at`, which is this row and column of a tile; 0 where nothing is. `first` is something that is there, when the tile is FULL or not.
+template <bool FULL> DEVICE void load_tile_patch(Patch& patch, const u8* at, const u8* first, const Matrix& m, const Extents& tile, u32 row, u32 column) {
+    if constexpr (ALIGNED) {
+        const u32 valid = FULL ? PATCH : column < tile.num_columns && row < tile.num_valid ? tile.num_valid - row : 0;
+        Vec16 vector[PATCH][IN_WORDS / 4];
+#pragma unroll
+        for (u32 r = 0; r < PATCH; r++) {
+            // Where there is nothing, something that is there is loaded and masked: no load waits for a condition.
+            const Vec16* const from = (const Vec16*)(FULL || r < valid ? at : first);
+#pragma unroll
+            for (u32 i = 0; i < IN_WORDS / 4; i++) {
+                vector[r][i] = from[i];
+            }
+            at += (u32)m.x_stride;
+        }
+#pragma unroll
+        for (u32 r = 0; r < PATCH; r++) {
+#pragma unroll
+            for (u32 w = 0; w < IN_WORDS; w++) {
+                patch.word[r][w] = FULL ? vector[r][w / 4].word[w % 4] : vector[r][w / 4].word[w % 4] & all_if_less(r, valid);
+            }
+        }
+    } else {
+        const u32 left = column < tile.num_columns ? tile.num_columns - column : 0, valid = row < tile.num_valid ? tile.num_valid - row : 0;
+        load_patch<false>(patch, at, m.x_stride, at_most(valid, PATCH), at_most(left, PATCH) * IN, piece_of((u64)m.x, m.x_stride, m.num_columns * IN));
+    }
+}
+
+// The first `num` bytes of a value.
+DEVICE void store_bytes(u8* to, u64 value, u32 num) {
+#pragma unroll 1
+    for (u32 i = 0; i < num; i++) {
+        to[i] = (u8)(value >> i * 8);
+    }
+}
+
+// 8 bytes of a column that other lanes of a half go on with, at any address: whole words at their boundaries, which have bytes of the lane before. All lanes take part.
+// `at` is where this lane's bytes begin and `num` how many of them and of those behind there are.
+DEVICE void store_shifted(u8* to, u64 value, u32 along, u32 num) {
+    const u32 shift = (u32)(u64)to & 7, lane = thread_idx() % 32;
+    const u32 before = along == 0 ? lane : lane - IN_COLUMN;
+    const u64 last = value_of((u32)value, before) | (u64)value_of((u32)(value >> 32), before) << 32;
+    if (num == 0) {
+        return;
+    }
+    // The word that ends with the first of this lane's bytes, up to the next boundary.
+    const u64 word = shift == 0 ? value : last >> (64 - shift * 8) | value << shift * 8;
+    const u32 end = num < 8 - shift ? num + shift : 8; // of what of the word exists
+    if (along > 0 && end == 8) {
+        *(u64*)(to - shift) = word;
+    } else {
+        const u32 first = along > 0 ? 0 : shift;
+        store_bytes(to - shift + first, word >> first * 8, end - first);
+    }
+    if (num > 8 - shift && num <= 8) {
+        store_bytes(to + 8 - shift, value >> (8 - shift) * 8, num - (8 - shift));
+    }
+}
+
+// Casts the tile that begins at this row and column of a part's matrix. FULL: all of it is there, and columns are whole words. `scratch` is not what the tile before used.
+template <bool FULL> DEVICE void cast_tile_of(const Parameters& p, const Matrix& m, const Part& part, u32 first_row, u32 first_column, const Extents& tile, u32* scratch, u32& greatest) {
+    const u32 thread = thread_idx(), lane = thread % 32, group = thread / 32;
+    const u32 row_block = first_column / BLOCK_LENGTH, column_block = first_row / BLOCK_LENGTH;
+    const u8* const x = m.x + (u64)(part.start + first_row) * (u32)m.x_stride + first_column * IN;
+    const u8* const first = FULL ? x : m.x + (u64)part.start * (u32)m.x_stride;
+    Patch patch;
+    u32 words[LINE_WORDS];
+    float factors[PATCH];
+    if constexpr (ROW || !COLUMN || IS_SQUARE) {
+        const u32 along = along_of<IN_ROW>(lane), line = group * HALF + lane / HALF * PATCH;
+        if (IS_SQUARE || FULL || group * HALF < tile.num_rows) {
+            load_tile_patch<FULL>(patch, x + (u64)line * (u32)m.x_stride + along * PATCH * IN, first, m, tile, line, along * PATCH);
+            greatest_of_rows(patch, words);
+            u32 of_patch = words[0];
+#pragma unroll
+            for (u32 i = 1; i < LINE_WORDS; i++) {
+                of_patch = larger_of(of_patch, words[i]);
+            }
+            greatest = larger_of(greatest, of_patch);
+            if constexpr (IS_SQUARE) {
+                const u32 of_group = greatest_of_group(greatest_bits<FROM>(of_patch));
+                if (thread % 32 == 0) {
+                    scratch[group] = of_group;
+                }
+                block_barrier();
+                u32 of_tile = 0;
+#pragma unroll
+                for (u32 g = 0; g < NUM_GROUPS; g++) {
+                    of_tile = scratch[g] > of_tile ? scratch[g] : of_tile;
+                }
+                const Scale scale = scale_of_block(p, float_of(of_tile));
+#pragma unroll
+                for (u32 i = 0; i < PATCH; i++) {
+                    factors[i] = scale.scale;
+                }
+                // Packed scales repeat for each line.
+                const u32 row_lines = STORED == PACKED ? tile.num_rows : 1, column_lines = STORED == PACKED ? tile.num_columns : 1;
+                if (ROW && thread < row_lines) {
+                    store_scale(part.row_scales, (STORED == PACKED ? first_row : column_block) + thread, row_block, scale);
+                }
+                if (COLUMN && thread < column_lines) {
+                    store_scale(part.column_scales, (STORED == PACKED ? first_column : row_block) + thread, column_block, scale);
+                }
+            } else if constexpr (ROW) {
+                const Lines<CopyScales> lines = {part.row_scales, first_row, first_row + tile.num_rows, row_block, row_block + quotient_up(tile.num_columns, BLOCK_LENGTH)};
+                scale_lines<FULL, IN_ROW>(p, lines, words, line, factors);
+            }
+            if constexpr (ROW) {
+                const u32 left = along * PATCH < tile.num_columns ? tile.num_columns - along * PATCH : 0, bytes = FULL ? PATCH * OUT : at_most(left, PATCH) * OUT;
+                const u32 piece = ALIGNED ? 16 : piece_of((u64)m.row, m.row_stride, m.num_columns * OUT);
+                u8* to = m.row + (u64)(part.before + first_row + line) * (u32)m.row_stride + (first_column + along * PATCH) * OUT;
+#pragma unroll
+                for (u32 r = 0; r < PATCH; r++) {
+                    u32 narrowed[OUT_WORDS];
+                    narrow_row(patch.word[r], [&](u32) { return factors[r]; }, narrowed);
+                    if constexpr (FULL) {
+                        *(Vec8*)to = Vec8{narrowed[0], narrowed[1]};
+                    } else if (line + r < tile.num_rows) {
+                        store_pieces(to, narrowed, bytes, piece);
+                    }
+                    to += (u32)m.row_stride;
+                }
+            }
+        }
+    }
+    if constexpr (COLUMN) {
+        // Two lanes side by side read a whole sector: the cache is asked half as often as by lanes that all lie along the column (measured: H200, 0.91 of the copy
+        // against 0.87).
+        const u32 along = along_of<IN_COLUMN>(lane), line = group * HALF + lane % 2 * PATCH;
+        load_tile_patch<FULL>(patch, x + (u64)(along * PATCH) * (u32)m.x_stride + line * IN, first, m, tile, along * PATCH, line);
+        if constexpr (!IS_SQUARE) {
+            greatest_of_columns(patch, words);
+            if constexpr (!ROW) {
+#pragma unroll
+                for (u32 i = 0; i < LINE_WORDS; i++) {
+                    greatest = larger_of(greatest, words[i]);
+                }
+            }
+            const Lines<CopyScales> lines = {part.column_scales, first_column, first_column + tile.num_columns, column_block,
+                                             column_block + quotient_up(tile.num_rows, BLOCK_LENGTH)};
+            scale_lines<FULL, IN_COLUMN>(p, lines, words, line, factors);
+        }
+        u32 narrowed[PATCH][OUT_WORDS];
+#pragma unroll
+        for (u32 r = 0; r < PATCH; r++) {
+            narrow_row(patch.word[r], [&](u32 c) { return factors[c]; }, narrowed[r]);
+        }
+        const u64 stride = column_stride_of(m, part);
+        u8* to = m.column + (u64)part.before * (m.num_columns * OUT) + (first_column + line) * stride + (first_row + along * PATCH) * OUT;
+        const u32 below = along * PATCH < tile.num_rows ? tile.num_rows - along * PATCH : 0;
+        const bool is_shifted = !FULL && ((u32)((u64)to | stride) & 7) != 0; // of words of 8 bytes
+#pragma unroll
+        for (u32 half = 0; half < OUT_WORDS; half++) {
+            u32 upper[4], lower[4];
+            transpose_bytes(narrowed[0][half], narrowed[1][half], narrowed[2][half], narrowed[3][half], upper[0], upper[1], upper[2], upper[3]);
+            transpose_bytes(narrowed[4][half], narrowed[5][half], narrowed[6][half], narrowed[7][half], lower[0], lower[1], lower[2], lower[3]);
+#pragma unroll
+            for (u32 i = 0; i < 4; i++) {
+                const bool is_there = line + half * 4 + i < tile.num_columns;
+                if (FULL || (!is_shifted && is_there && below >= PATCH)) {
+                    *(Vec8*)to = Vec8{upper[i], lower[i]};
+                } else if (is_shifted) {
+                    store_shifted(to, unit_of(upper[i], lower[i]), along, is_there ? below : 0);
+                } else if (is_there) {
+                    store_bytes(to, unit_of(upper[i], lower[i]), below);
+                }
+                to += stride;
+            }
+        }
     }
 }
 
 KERNEL_FITTING(NUM_THREADS, BLOCKS) cast_blocks(PARAMETERS(Parameters) p) {
     SHARED Part found;
-    SHARED Found search;
-    SHARED u32 scratch[NUM_GROUPS];
-    SHARED u32 greatest_of_rows[BLOCKS_ACROSS][TILE_ROWS];
-    SHARED u32 greatest_of_columns[NUM_GROUPS][TILE_COLUMNS];
-    SHARED float factors_of_rows[BLOCKS_ACROSS][TILE_ROWS];
-    SHARED float factors_of_columns[BLOCKS_DOWN][TILE_COLUMNS];
-    SHARED float factor_of_square;
+    SHARED Search search;
+    SHARED u32 scratch[2][NUM_GROUPS];
     wait_for_dependencies();
     if (is_noop(p)) {
         return;
     }
-    const u32 thread = thread_idx(), across = thread % ACROSS, down = thread / ACROSS, group = thread / 32;
-    for (u32 nth = 0; locate(p, nth, search, found); nth++) {
-        const u32 matrix = found.matrix, num_rows = found.num_rows, first_row = found.first_row, first_column = found.first_column;
-        const Matrix& m = p.matrices[LIST ? matrix : 0];
-        const u32 columns_left = m.num_columns - first_column, num_columns = columns_left < TILE_COLUMNS ? columns_left : TILE_COLUMNS;
-        const u32 left = across * PATCH < num_columns ? num_columns - across * PATCH : 0, columns_here = left < PATCH ? left : PATCH;
-        const u32 below = down * PATCH < num_rows ? num_rows - down * PATCH : 0, rows_here = below < PATCH ? below : PATCH;
-        const u32 top = first_row + down * PATCH, valid = top < found.num_valid ? found.num_valid - top : 0, valid_here = valid < PATCH ? valid : PATCH;
-        Patch patch;
-        if constexpr (ALIGNED) {
-            // Where there is nothing, something that is there is loaded and masked: no load waits for a condition.
-            const u32 column = columns_here > 0 ? across * PATCH : 0;
-            load_patch_of(patch, input_of(m, found) + (first_column + column) * IN, (u32)m.x_stride, top, found.num_valid);
-#pragma unroll
-            for (u32 r = 0; r < PATCH; r++) {
-                const u32 mask = all_if_less(top + r, found.num_valid) & all_if_less(0, columns_here);
-#pragma unroll
-                for (u32 w = 0; w < IN_WORDS; w++) {
-                    patch.word[r][w] &= mask;
-                }
+    for (u32 nth = 0; find_part(p, nth, search, found); nth++) {
+        const Matrix& m = p.matrices[LIST ? found.matrix : 0];
+        const u32 end_row = found.first_row + found.num_rows, columns_left = m.num_columns - found.first_column;
+        const u32 end_column = found.first_column + at_most(columns_left, STRIP_COLUMNS);
+        const bool are_words = !COLUMN || (((u32)(u64)m.column | found.before * (m.num_columns * OUT) | (u32)column_stride_of(m, found)) & 7) == 0;
+        u32 greatest = 0, first_row = found.first_row, first_column = found.first_column, nth_tile = 0;
+#pragma unroll 1
+        while (first_column < end_column) {
+            const u32 valid = first_row < found.num_valid ? found.num_valid - first_row : 0;
+            const Extents tile = {at_most(end_row - first_row, TILE_ROWS), at_most(valid, TILE_ROWS), at_most(end_column - first_column, TILE_COLUMNS)};
+            u32* const of_tile = scratch[nth_tile % 2];
+            if (ALIGNED && are_words && tile.num_valid == TILE_ROWS && tile.num_columns == TILE_COLUMNS) {
+                cast_tile_of<true>(p, m, found, first_row, first_column, tile, of_tile, greatest);
+            } else {
+                cast_tile_of<false>(p, m, found, first_row, first_column, tile, of_tile, greatest);
             }
-        } else {
-            load_patch<false>(patch, input_of(m, found) + (u64)top * m.x_stride + (first_column + across * PATCH) * IN, m.x_stride, valid_here, columns_here * IN,
-                              piece_of((u64)m.x, m.x_stride, m.num_columns * IN));
-        }
-        u32 bits;
-        {
-            u32 of_rows[PATCH], of_columns[PATCH];
-            greatest_of_patch(patch, of_rows, of_columns);
-            bits = of_rows[0];
-#pragma unroll
-            for (u32 r = 1; r < PATCH; r++) {
-                bits = larger_of(bits, of_rows[r]);
-            }
-            if constexpr (!IS_SQUARE) {
-#pragma unroll
-                for (u32 r = 0; r < PATCH; r++) {
-                    const u32 greatest = greatest_of_lanes<1, PATCHES>(of_rows[r]);
-                    if (ROW && across % PATCHES == 0) {
-                        greatest_of_rows[across / PATCHES][down * PATCH + r] = greatest;
-                    }
-                }
-#pragma unroll
-                for (u32 c = 0; c < PATCH; c++) {
-                    const u32 greatest = greatest_of_lanes<ACROSS, 32>(of_columns[c]);
-                    if (COLUMN && thread % 32 < ACROSS) {
-                        greatest_of_columns[group][across * PATCH + c] = greatest;
-                    }
-                }
+            nth_tile++;
+            first_row += TILE_ROWS;
+            if (first_row >= end_row) {
+                first_row = found.first_row;
+                first_column += TILE_COLUMNS;
             }
         }
-        const bool power_of_two = (p.flags & POWER_OF_TWO) != 0;
-        const u32 greatest = greatest_of_block(bits, scratch); // a barrier is in it
-        if (thread == 0 && m.amax != nullptr) {
-            raise(m.amax + (LIST ? 0 : matrix), (i32)greatest);
-        }
-        if constexpr (IS_SQUARE) {
-            if (thread == 0) {
-                const Scale scale = block_scale<FROM, FORMULA>(float_of(greatest), LARGEST_VALUE, p.epsilon, power_of_two);
-                factor_of_square = scale.scale;
-                scratch[0] = bits_of(scale.stored);
-                scratch[1] = scale.e8m0;
-            }
-            block_barrier();
-            const Scale scale = {factor_of_square, float_of(scratch[0]), scratch[1]};
-            // Packed scales repeat for each line.
-            const u32 row_lines = STORED == PACKED ? num_rows : 1, column_lines = STORED == PACKED ? num_columns : 1;
-            const u32 row_line = STORED == PACKED ? first_row : first_row / BLOCK_LINES;
-            const u32 column_line = STORED == PACKED ? first_column : first_column / BLOCK_LINES;
-            if (ROW && thread < row_lines) {
-                store_scale(found.row_scales, row_line + thread, first_column / BLOCK_LENGTH, scale);
-            }
-            if (COLUMN && thread < column_lines) {
-                store_scale(found.column_scales, column_line + thread, first_row / BLOCK_LENGTH, scale);
-            }
-        } else {
-            if (ROW) {
-                for (u32 i = thread; i < BLOCKS_ACROSS * TILE_ROWS; i += NUM_THREADS) {
-                    const u32 block = i / TILE_ROWS, row = i % TILE_ROWS;
-                    if (row < num_rows && block * BLOCK_LENGTH < num_columns) {
-                        const float amax = float_of(greatest_of_rows[block][row]);
-                        const Scale scale = block_scale<FROM, FORMULA>(amax, LARGEST_VALUE, p.epsilon, power_of_two);
-                        factors_of_rows[block][row] = scale.scale;
-                        store_scale(found.row_scales, first_row + row, first_column / BLOCK_LENGTH + block, scale);
-                    }
-                }
-            }
-            if (COLUMN) {
-                for (u32 i = thread; i < BLOCKS_DOWN * TILE_COLUMNS; i += NUM_THREADS) {
-                    const u32 block = i / TILE_COLUMNS, column = i % TILE_COLUMNS;
-                    if (column < num_columns && block * BLOCK_LENGTH < num_rows) {
-                        u32 of_block = 0;
-                        for (u32 g = 0; g < GROUPS_OF_BLOCK; g++) {
-                            of_block = larger_of(of_block, greatest_of_columns[block * GROUPS_OF_BLOCK + g][column]);
-                        }
-                        const Scale scale = block_scale<FROM, FORMULA>(float_of(of_block), LARGEST_VALUE, p.epsilon, power_of_two);
-                        factors_of_columns[block][column] = scale.scale;
-                        store_scale(found.column_scales, first_column + column, first_row / BLOCK_LENGTH + block, scale);
-                    }
-                }
-            }
-            block_barrier();
-        }
-        if (rows_here > 0 && columns_here > 0) {
-            if (ROW) {
-                const u32 out_piece = ALIGNED ? 16 : piece_of((u64)m.row, m.row_stride, m.num_columns * OUT);
-                u8* to = rows_of(m, found) + (u64)top * m.row_stride + (first_column + across * PATCH) * OUT;
-#pragma unroll
-                for (u32 r = 0; r < PATCH; r++) {
-                    const float factor = IS_SQUARE ? factor_of_square : factors_of_rows[across / PATCHES][down * PATCH + r];
-                    u32 narrowed[OUT_WORDS];
-                    narrow_row(patch.word[r], [&](u32) { return factor; }, narrowed);
-                    if (r < rows_here) {
-                        store_pieces(to, narrowed, columns_here * OUT, out_piece);
-                    }
-                    to += m.row_stride;
-                }
-            }
-            if (COLUMN) {
-                float factors[PATCH];
-#pragma unroll
-                for (u32 c = 0; c < PATCH; c++) {
-                    factors[c] = IS_SQUARE ? factor_of_square : factors_of_columns[down / PATCHES][across * PATCH + c];
-                }
-                u32 narrowed[PATCH][OUT_WORDS];
-#pragma unroll
-                for (u32 r = 0; r < PATCH; r++) {
-                    narrow_row(patch.word[r], [&](u32 c) { return factors[c]; }, narrowed[r]);
-                }
-                put_patch(shared_tile, narrowed, across * PATCH, down);
-            }
-        }
-        const u32 length = num_rows * OUT;
-        u8* const columns = columns_of(m, found);
-        const u64 column_stride = column_stride_of(m, found);
-        const Walk walk = walk_of(columns, length);
-        block_barrier();
-        if (COLUMN) {
-            store_columns(columns, column_stride, shared_tile, length, num_columns, walk);
+        // The barrier in it: everyone has read what was found.
+        const u32 of_part = greatest_of_block(greatest_bits<FROM>(greatest), scratch[nth_tile % 2]);
+        if (thread_idx() == 0 && m.amax != nullptr) {
+            raise(m.amax + (LIST ? 0 : found.matrix), (i32)of_part);
         }
         if (!search.has_more) {
             break;
         }
+        block_barrier();
     }
-    if (!LIST && block_idx_x() == 0 && thread == 0 && p.status != nullptr) {
-        *p.status = search.status_of_all;
+    if (!LIST && block_idx_x() == 0 && thread_idx() == 0 && p.status != nullptr) {
+        *p.status = search.status;
     }
 }

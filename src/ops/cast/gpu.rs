@@ -265,7 +265,7 @@ fn group_of<E: Entry>(cuda: &Cuda, known: &Known, all: &Operands<'_>, offsets: &
     }
     p.num_matrices =
         u32::try_from(num_matrices).map_err(|_| Error::invalid(OP, "offsets", format!("of {num_matrices} matrices"), "fewer than 2^32"))?;
-    p.num_strips = columns.div_ceil(call.tile.columns.into());
+    p.num_strips = columns.div_ceil(call.tile.strip_columns());
     let group = tuning::Group {
         rows: rows.into(),
         num_matrices: num_matrices as u64,
@@ -406,7 +406,7 @@ impl<'k> Call<'k> {
             (matrix.num_rows, matrix.num_columns) = (rows, columns);
             (matrix.first_part, matrix.num_down) = (num_parts as u32, num_down);
             aligned &= rows == 0 || columns == 0 || matrix.is_aligned(known.to);
-            num_parts += u64::from(num_down) * u64::from(columns.div_ceil(tile.columns.into()));
+            num_parts += u64::from(num_down) * u64::from(columns.div_ceil(tile.strip_columns()));
             num_elements = num_elements.saturating_add(u64::from(rows) * u64::from(columns));
             if num_parts > MAX_BLOCKS {
                 return Err(too_many_parts());
@@ -431,7 +431,7 @@ impl<'k> Call<'k> {
             let tile = kind.tile(self.tile);
             let variant = Variant { kind, from: self.known.from, to: self.known.to, form: self.form, scales, tile };
             let (blocks, threads, smem_bytes) = match kind {
-                Kind::Tiles { column, .. } => (num_blocks, tile.threads(), if column { tile.smem_bytes(self.known.to) } else { 0 }),
+                Kind::Tiles { column, .. } => (num_blocks, tile.threads(), scales.smem_bytes(tile, self.known.to, column)),
                 Kind::Before | Kind::After => (num_matrices.div_ceil(MATRIX_THREADS), MATRIX_THREADS, 0),
             };
             Step { variant, geometry: Geometry { grid: [blocks, 1, 1], threads, smem_bytes, ..Geometry::default() } }

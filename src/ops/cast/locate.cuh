@@ -2,7 +2,7 @@
 //
 // Constants: ROW, COLUMN (copies), LIST (matrices with tensors of their own; else one buffer and offsets), TABLE (a list's matrices and parts stand in device memory; else its
 // matrices in the parameters), CURRENT (bools), MAX_MATRICES; BLOCK_LINES and BLOCK_LENGTH (lines and elements of a line that share a scale; 0 without block
-// scales), STORED (how they are stored).
+// scales), STORED (how they are stored), STRIP_COLUMNS (columns of a part).
 
 constexpr bool HAS_SCALES = BLOCK_LENGTH > 0;
 
@@ -45,7 +45,7 @@ struct ParametersOfAll {
     u32 pad_rows;
     u32 flags;
     float epsilon;
-    u32 num_strips; // group: of TILE_COLUMNS columns
+    u32 num_strips; // group: of STRIP_COLUMNS columns
     u32 tail_start; // group: matrices from this row on are cut into lower parts
     u32 padding;
 };
@@ -220,7 +220,7 @@ DEVICE void cut(Part& part, u32 l, u32 num_down) {
     }
     part.first_row = first_row;
     part.num_rows = end - first_row;
-    part.first_column = strip * TILE_COLUMNS;
+    part.first_column = strip * STRIP_COLUMNS;
 }
 
 // Where the tensors of a part's matrix begin, and where its columns lie.

@@ -116,7 +116,7 @@ const _: () = assert!((size_of::<BlockMatrix>() + size_of::<Place>()).is_multipl
 
 /// Appends the parts of all matrices in the order of their blocks; returns how many.
 fn push_parts<E: Entry>(words: &mut Vec<u8>, entries: &mut [E], pad_rows: usize, shape: &PartShape) -> Result<u32> {
-    let columns = u32::from(shape.tile.columns);
+    let columns = shape.tile.strip_columns();
     let extents = |matrix: &Matrix| (matrix.num_rows.next_multiple_of(pad_rows as u32), matrix.num_columns.div_ceil(columns));
     // Rows of strips from the part on to the end: the last parts are lower, so that blocks end together.
     let mut left = entries.iter_mut().fold(0u64, |sum, entry| {
@@ -186,7 +186,7 @@ mod tests {
 
     #[test]
     fn parts_cover_a_strip_once_and_the_last_are_low() {
-        let tile = Tile { rows: 96, columns: 256, down: 3, tail: 1, blocks: 2 };
+        let tile = Tile { rows: 96, columns: 256, down: 3, across: 1, tail: 1, blocks: 2 };
         for tail in [0, 100, 1000, u64::MAX] {
             let shape = PartShape { tile, cut_rows: 32, tail };
             for height in [0, 1, 31, 32, 33, 96, 97, 288, 289, 300, 576, 1031, 4096] {

@@ -10,6 +10,8 @@ pub(super) struct Tile {
     pub(super) columns: u16,
     /// Tiles of a part, one below the other.
     pub(super) down: u16,
+    /// Tiles of a part, one beside the other.
+    pub(super) across: u16,
     /// Tiles of a part at the end of a group.
     pub(super) tail: u16,
     /// Blocks that a multiprocessor holds.
@@ -32,6 +34,11 @@ impl Tile {
     /// Rows of a part at the end.
     pub(super) fn tail_rows(self) -> usize {
         usize::from(self.rows) * usize::from(self.tail)
+    }
+
+    /// Columns of a part.
+    pub(super) fn strip_columns(self) -> u32 {
+        u32::from(self.columns) * u32::from(self.across)
     }
 
     pub(super) fn smem_bytes(self, to: DType) -> u32 {
@@ -59,7 +66,7 @@ pub(super) fn cut_rows(tile: Tile, has_block_scales: bool) -> u32 {
 }
 
 /// For kernels without tiles, which share sources with those that have them (arbitrary).
-pub(super) const NO_TILE: Tile = Tile { rows: 128, columns: 128, down: 1, tail: 1, blocks: 1 };
+pub(super) const NO_TILE: Tile = Tile { rows: 128, columns: 128, down: 1, across: 1, tail: 1, blocks: 1 };
 
 /// Rows of a matrix up to which lower tiles and a third block are better (measured: H200, see docs/cast.md: of 128 rows 0.898 of the copy against
 /// 0.855, of 264 rows 0.844 against 0.917).
@@ -69,21 +76,25 @@ const LOW_ROWS: usize = 160;
 /// arithmetic takes more registers.
 pub(super) fn tile(from: DType, to: DType, is_native: bool, mean_rows: usize) -> Tile {
     match (from.size(), to.size()) {
-        (2, 1) if is_native && mean_rows <= LOW_ROWS => Tile { rows: 64, columns: 256, down: 4, tail: 1, blocks: 3 },
-        (2, 1) if is_native => Tile { rows: 96, columns: 256, down: 3, tail: 1, blocks: 2 },
-        (_, 1) if is_native => Tile { rows: 128, columns: 128, down: 2, tail: 1, blocks: 2 },
-        (_, 1) => Tile { rows: 128, columns: 128, down: 2, tail: 1, blocks: 1 },
+        (2, 1) if is_native && mean_rows <= LOW_ROWS => Tile { rows: 64, columns: 256, down: 4, across: 1, tail: 1, blocks: 3 },
+        (2, 1) if is_native => Tile { rows: 96, columns: 256, down: 3, across: 1, tail: 1, blocks: 2 },
+        (_, 1) if is_native => Tile { rows: 128, columns: 128, down: 2, across: 1, tail: 1, blocks: 2 },
+        (_, 1) => Tile { rows: 128, columns: 128, down: 2, across: 1, tail: 1, blocks: 1 },
         // The wider outputs' shared tile is as large in bytes.
-        (_, 2) => Tile { rows: 64, columns: 128, down: 2, tail: 1, blocks: 2 },
-        _ => Tile { rows: 64, columns: 128, down: 1, tail: 1, blocks: 2 },
+        (_, 2) => Tile { rows: 64, columns: 128, down: 2, across: 1, tail: 1, blocks: 2 },
+        _ => Tile { rows: 64, columns: 128, down: 1, across: 1, tail: 1, blocks: 2 },
     }
 }
 
-/// The tile of block scales: whole blocks of every kind, its input in registers until the scales are known. Blocks of 1x128 fit three times into a multiprocessor
-/// without spilling, the others twice.
-pub(super) fn block_tile(from: DType, is_native: bool, is_1x128: bool) -> Tile {
-    let blocks = if from == DType::F32 || !is_native { 1 } else { 2 + u16::from(is_1x128) };
-    Tile { rows: 128, columns: 128, down: 1, tail: 1, blocks }
+/// The tile of block scales (docs/cast.md has what was measured: H200, bf16 to e4m3): it is read twice, the second time from the first-level cache, which four of
+/// them fill. Inputs of f32 and rounding by integer arithmetic take more registers.
+pub(super) fn block_tile(from: DType, is_native: bool) -> Tile {
+    let blocks = match (from, is_native) {
+        (_, false) => 1,
+        (DType::F32, true) => 2,
+        _ => 4,
+    };
+    Tile { rows: 128, columns: 128, down: 1, across: 2, tail: 1, blocks }
 }
 
 /// Matrices that the parameters of a list's launch hold: the smallest of these that suffices (256: at most 32 KiB of parameters, spec: CUDA 12.1; the

@@ -9,7 +9,7 @@ use crate::kernel_source;
 use crate::tensor::DType;
 
 macro_rules! sources {
-    ($kernel:literal) => {
+    ($($kernel:literal),*) => {
         &[
             kernel_source!("gpu/device/platform.cuh"),
             kernel_source!("gpu/device/float.cuh"),
@@ -18,13 +18,13 @@ macro_rules! sources {
             kernel_source!("ops/cast/formula.cuh"),
             kernel_source!("ops/cast/patch.cuh"),
             kernel_source!("ops/cast/locate.cuh"),
-            kernel_source!($kernel),
+            $(kernel_source!($kernel)),*
         ]
     };
 }
 const TILE_SOURCES: &[Source] = sources!("ops/cast/tile.cu");
 const MATRICES_SOURCES: &[Source] = sources!("ops/cast/matrices.cu");
-const BLOCK_SOURCES: &[Source] = sources!("ops/cast/block.cu");
+const BLOCK_SOURCES: &[Source] = sources!("ops/cast/search.cuh", "ops/cast/block.cu");
 
 /// Threads of a block of `cast_matrices` (arbitrary, as in matrices.cu).
 pub(super) const MATRIX_THREADS: u32 = 128;
@@ -154,9 +154,14 @@ impl Scales {
 
     pub(super) fn tile(self, from: DType, to: DType, is_native: bool, mean_rows: usize) -> Tile {
         match self {
-            Scales::Blocks { block, .. } => tuning::block_tile(from, is_native, block == Block::Row128),
+            Scales::Blocks { .. } => tuning::block_tile(from, is_native),
             Scales::Given | Scales::Current => tuning::tile(from, to, is_native, mean_rows),
         }
+    }
+
+    /// Of the columns of a part. With block scales they leave without shared memory.
+    pub(super) fn smem_bytes(self, tile: Tile, to: DType, has_column: bool) -> u32 {
+        if has_column && !matches!(self, Scales::Blocks { .. }) { tile.smem_bytes(to) } else { 0 }
     }
 }
 
@@ -203,6 +208,7 @@ impl Spec for Variant {
             Constant::Int("TILE_ROWS", tile.rows.into()),
             Constant::Int("TILE_COLUMNS", tile.columns.into()),
             Constant::Int("TILES_DOWN", tile.down.into()),
+            Constant::Int("STRIP_COLUMNS", tile.strip_columns().into()),
             Constant::Int("TAIL_TILES", tile.tail.into()),
             Constant::Int("MAX_MATRICES", form.max_matrices().into()),
         ];
@@ -227,7 +233,8 @@ impl Spec for Variant {
             (false, true) => "column",
             (false, false) => "amax",
         };
-        let Tile { rows, columns, down, blocks, .. } = tile;
+        let Tile { rows, columns, down, across, blocks, .. } = tile;
+        let beside = if across > 1 { format!("x{across}") } else { String::new() };
         let unaligned = if aligned { "" } else { ", unaligned" };
         let (entry, sources) = match scales {
             Scales::Blocks { formula, .. } => {
@@ -237,12 +244,12 @@ impl Spec for Variant {
             Scales::Given | Scales::Current => ("cast_tile", TILE_SOURCES),
         };
         Program {
-            name: format!("cast tiles {types}, {copies}, {scale}, {form}{unaligned} {rows}x{columns}x{down}, {blocks} resident"),
+            name: format!("cast tiles {types}, {copies}, {scale}, {form}{unaligned} {rows}x{columns}x{down}{beside}, {blocks} resident"),
             entry,
             sources,
             constants,
             threads: tile.threads(),
-            smem_bytes: if column { tile.smem_bytes(to) } else { 0 },
+            smem_bytes: scales.smem_bytes(tile, to, column),
             max_registers: tile.max_registers(),
             // Tiles that count on instructions for FP8 are for where they are.
             targets: if to.is_fp8() && tile.blocks > 1 { Targets::Hopper } else { Targets::All },
