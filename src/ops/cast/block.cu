@@ -386,14 +386,15 @@ KERNEL_FITTING(NUM_THREADS, BLOCKS) cast_blocks(PARAMETERS(Parameters) p) {
     }
     for (u32 nth = 0; find_part(p, nth, search, found); nth++) {
         const Matrix& m = p.matrices[LIST ? found.matrix : 0];
-        const u32 end_row = found.first_row + found.num_rows, columns_left = m.num_columns - found.first_column;
+        const u32 columns_left = m.num_columns - found.first_column;
         const u32 end_column = found.first_column + at_most(columns_left, STRIP_COLUMNS);
-        const bool are_words = !COLUMN || (((u32)(u64)m.column | found.before * (m.num_columns * OUT) | (u32)column_stride_of(m, found)) & 7) == 0;
         u32 greatest = 0, first_row = found.first_row, first_column = found.first_column, nth_tile = 0;
 #pragma unroll 1
         while (first_column < end_column) {
+            const u32 end_row = found.first_row + found.num_rows;
             const u32 valid = first_row < found.num_valid ? found.num_valid - first_row : 0;
             const Extents tile = {at_most(end_row - first_row, TILE_ROWS), at_most(valid, TILE_ROWS), at_most(end_column - first_column, TILE_COLUMNS)};
+            const bool are_words = !COLUMN || (((u32)(u64)m.column | found.before * (m.num_columns * OUT) | (u32)column_stride_of(m, found)) & 7) == 0;
             u32* const of_tile = scratch[nth_tile % 2];
             if (ALIGNED && are_words && tile.num_valid == TILE_ROWS && tile.num_columns == TILE_COLUMNS) {
                 cast_tile_of<true>(p, m, found, first_row, first_column, tile, of_tile, greatest);
@@ -402,7 +403,7 @@ KERNEL_FITTING(NUM_THREADS, BLOCKS) cast_blocks(PARAMETERS(Parameters) p) {
             }
             nth_tile++;
             first_row += TILE_ROWS;
-            if (first_row >= end_row) {
+            if (first_row >= found.first_row + found.num_rows) {
                 first_row = found.first_row;
                 first_column += TILE_COLUMNS;
             }

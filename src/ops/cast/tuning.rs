@@ -87,12 +87,12 @@ pub(super) fn tile(from: DType, to: DType, is_native: bool, mean_rows: usize) ->
 }
 
 /// The tile of block scales (docs/cast.md has what was measured: H200, bf16 to e4m3): it is read twice, the second time from the first-level cache, which four of
-/// them fill. Inputs of f32 and rounding by integer arithmetic take more registers.
-pub(super) fn block_tile(from: DType, is_native: bool) -> Tile {
+/// them fill. Inputs of f32, rounding by integer arithmetic and square blocks take more registers: with four blocks they would spill.
+pub(super) fn block_tile(from: DType, is_native: bool, is_square: bool) -> Tile {
     let blocks = match (from, is_native) {
         (_, false) => 1,
         (DType::F32, true) => 2,
-        _ => 4,
+        _ => 4 - u16::from(is_square),
     };
     Tile { rows: 128, columns: 128, down: 1, across: 2, tail: 1, blocks }
 }

@@ -154,7 +154,7 @@ impl Scales {
 
     pub(super) fn tile(self, from: DType, to: DType, is_native: bool, mean_rows: usize) -> Tile {
         match self {
-            Scales::Blocks { .. } => tuning::block_tile(from, is_native),
+            Scales::Blocks { block, .. } => tuning::block_tile(from, is_native, block == Block::Square128),
             Scales::Given | Scales::Current => tuning::tile(from, to, is_native, mean_rows),
         }
     }
