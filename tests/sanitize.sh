@@ -31,38 +31,30 @@ fi
 
 logs=$(mktemp -d)
 trap 'rm -rf "$logs"' EXIT
-
-# Runs one tool over every filter.
-run() {
-    local tool=$1 filter start=$SECONDS
-    shift
-    for filter in "${filters[@]}"; do
-        # Other libraries' memory is not ours to judge: no check of leaks.
-        if ! "$sanitizer" --tool "$tool" --error-exitcode 9 --print-limit 10 "$@" "$program" check --backend cuda --filter "$filter"; then
-            printf '=== %s: FAILED at `%s`\n' "$tool" "$filter"
-            return 1
-        fi
-    done
-    printf '=== %s: clean, %d s\n' "$tool" $((SECONDS - start))
-}
+export program sanitizer logs
 
 # Kernels are compiled before, by processes that no tool watches.
-for filter in "${filters[@]}"; do "$program" check --backend cuda --filter "$filter" >"$logs/plain" || { cat "$logs/plain"; exit 1; }; done
-
-# The tools do not disturb each other, so all run at once.
-tools=(memcheck racecheck synccheck initcheck)
-pids=()
-for tool in "${tools[@]}"; do
-    run "$tool" >"$logs/$tool" 2>&1 &
-    pids+=($!)
-done
-status=0
-for i in "${!tools[@]}"; do
-    wait "${pids[$i]}" || status=1
-    if [ "$(tail -1 "$logs/${tools[$i]}" | grep -c clean)" = 1 ]; then
-        tail -1 "$logs/${tools[$i]}"
+plain() {
+    "$program" check --backend cuda --filter "$1" >"$logs/plain-$2" 2>&1 || { cat "$logs/plain-$2"; return 255; }
+}
+# Runs one tool over one filter. Other libraries' memory is not ours to judge: no check of leaks.
+check() {
+    local log="$logs/$1-$3" start=$SECONDS
+    if "$sanitizer" --tool "$1" --error-exitcode 9 --print-limit 10 "$program" check --backend cuda --filter "$2" >"$log" 2>&1; then
+        printf '=== %s: clean, %d s: %s\n' "$1" $((SECONDS - start)) "$2"
     else
-        cat "$logs/${tools[$i]}"
+        cat "$log"
+        printf '=== %s: FAILED at `%s`\n' "$1" "$2"
+        return 1
     fi
+}
+export -f plain check
+
+# The tools do not disturb each other, so as many run at once as there are processors; the slowest first.
+filter_jobs=() tool_jobs=()
+for i in "${!filters[@]}"; do filter_jobs+=("${filters[$i]}" "$i"); done
+for tool in racecheck initcheck memcheck synccheck; do
+    for ((i = ${#filters[@]} - 1; i >= 0; i--)); do tool_jobs+=("$tool" "${filters[$i]}" "$i"); done
 done
-exit $status
+printf '%s\0' "${filter_jobs[@]}" | xargs -0 -n 2 -P "$(nproc)" bash -c 'plain "$@"' plain
+printf '%s\0' "${tool_jobs[@]}" | xargs -0 -n 3 -P "$(nproc)" bash -c 'check "$@"' check

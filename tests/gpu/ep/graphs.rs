@@ -52,7 +52,7 @@ pub fn shapes() -> Vec<Shape> {
     let mut all: Vec<Shape> = configs().into_iter().map(|(ranks, config)| (ranks, config, Tuning::default())).collect();
     all.extend([(2, tight(), Tuning::default()), (2, two_banks(), Tuning::default()), (4, two_banks(), Tuning::default())]);
     all.extend([2, 4].map(|ranks| (ranks, two_banks(), beside_others())));
-    all.extend([2, 4].map(|ranks| (ranks, many(), Tuning::default())));
+    all.extend([2, 4].map(|ranks| (ranks, wide(ranks), Tuning::default())));
     all
 }
 
@@ -159,15 +159,15 @@ fn combine_blocks(rig: &Rig) -> u32 {
     rig.ep.launches(rig.ep.config().max_tokens).map_or(0, |launches| launches.combine.blocks)
 }
 
-/// Grids as large as the device has room for.
-fn many() -> Config {
-    Config { timeout: base().timeout, ..Config::new(256, DType::BF16, 16, 4, 4096) }
+/// Grids that wait and are as large as the device has room for: wide rows, and the most tokens whose sums wait for themselves (of more a kernel of one block does).
+fn wide(ranks: usize) -> Config {
+    Config { timeout: base().timeout, ..Config::new(7168, DType::BF16, 16, 4, if ranks > 2 { 128 } else { 192 }) }
 }
 
 /// Two objects of one world, each in its own stream, at the same time: eagerly, with delays, then in graphs. They share the device.
 fn two_objects() -> Outcome {
-    let cases = [(two_banks(), Tuning::default()), (two_banks(), beside_others()), (many(), Tuning::default())];
-    for (ranks, (config, tuning)) in [2, 4].into_iter().flat_map(|ranks| cases.clone().map(|case| (ranks, case))) {
+    let cases = |ranks| [(two_banks(), Tuning::default()), (two_banks(), beside_others()), (wide(ranks), Tuning::default())];
+    for (ranks, (config, tuning)) in [2, 4].into_iter().flat_map(|ranks| cases(ranks).map(|case| (ranks, case))) {
         let work = |world: World| -> Result<u32> {
             let mut first = Rig::new(&world, &config, Options { tuning, ..Options::default() })?;
             let alone = combine_blocks(&first);
@@ -197,7 +197,7 @@ fn two_objects() -> Outcome {
         };
         let name = format!("{ranks} ranks, {config:?}, {tuning:?}");
         let fewer = run(ranks, ranks == 4, work).map_err(|error| failed(&name, &error))?;
-        ensure(config != many() || fewer.iter().all(|fewer| *fewer > 0), format!("{name}: {fewer:?} blocks fewer than alone"))?;
+        ensure(config != wide(ranks) || fewer.iter().all(|fewer| *fewer > 0), format!("{name}: {fewer:?} blocks fewer than alone"))?;
     }
     Ok(())
 }
@@ -207,13 +207,14 @@ fn objects_in_turns() -> Outcome {
     let work = |world: World| -> Result<()> {
         let Backend::Cuda(cuda) = world.backend() else { unreachable!("a GPU was asked for") };
         let apart = Stream::new(cuda.device())?;
-        let mut first = Rig::new(&world, &many(), Options::default())?;
+        let config = wide(world.size());
+        let mut first = Rig::new(&world, &config, Options::default())?;
         first.round(0)?;
         let alone = combine_blocks(&first);
         let stream = first.stream.clone();
         first.verdict()?;
         world.barrier()?;
-        let mut second = Rig::new(&world, &many(), Options { staged: true, ..Options::default() })?;
+        let mut second = Rig::new(&world, &config, Options { staged: true, ..Options::default() })?;
         let graphs = [record(&stream, || first.round(0))?, record(&stream, || second.round(0))?];
         for i in [0, 1, 1, 0, 1, 0] {
             graphs[i].launch(&stream)?;
