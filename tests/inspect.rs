@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use libtest_mimic::{Failed, Trial};
 use moe_kernels::Error;
 use moe_kernels::gpu::inspect::{Arch, Compilers, Report, Vendor, catalogue, markdown, pairs};
-use moe_kernels::gpu::{Constant, Program, Source, Targets};
+use moe_kernels::gpu::{Carveout, Constant, Program, Source, Targets};
 
 type Outcome = Result<(), Failed>;
 type Test = fn(Vendor) -> Outcome;
@@ -89,6 +89,7 @@ fn probe(num: i64, threads: u32) -> Program {
         threads,
         smem_bytes: 16,
         max_registers: 255,
+        carveout: Carveout::Shared,
         targets: Targets::All,
     }
 }

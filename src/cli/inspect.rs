@@ -211,14 +211,24 @@ fn json(value: &impl serde::Serialize, output: &mut Output) -> Result<()> {
 
 #[cfg(test)]
 mod tests {
-    use moe_kernels::gpu::Targets;
     use moe_kernels::gpu::inspect::Resources;
+    use moe_kernels::gpu::{Carveout, Targets};
 
     use super::*;
 
     fn program(name: &str) -> Program {
         let (constants, targets) = (Vec::new(), Targets::All);
-        Program { name: name.into(), entry: "probe", sources: &[], constants, threads: 128, smem_bytes: 0, max_registers: 64, targets }
+        Program {
+            name: name.into(),
+            entry: "probe",
+            sources: &[],
+            constants,
+            threads: 128,
+            smem_bytes: 0,
+            max_registers: 64,
+            carveout: Carveout::Shared,
+            targets,
+        }
     }
 
     #[test]

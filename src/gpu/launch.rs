@@ -4,7 +4,7 @@ use std::ffi::{CString, c_void};
 
 use super::device::Device;
 use super::driver::{Handle, LaunchAttribute, LaunchConfig};
-use super::program::Program;
+use super::program::{Carveout, Program};
 use super::stream::Stream;
 use crate::error::{Error, Result};
 
@@ -56,7 +56,7 @@ unsafe impl Send for Kernel {}
 unsafe impl Sync for Kernel {}
 
 impl Kernel {
-    /// Loads machine code: takes the entry, allows it the dynamic shared memory of the program, the largest carve-out and clusters of any size.
+    /// Loads machine code: takes the entry, allows it the dynamic shared memory of the program, its carve-out and clusters of any size.
     pub(super) fn load(device: &Device, program: &Program, image: &[u8]) -> Result<Self> {
         let driver = device.driver();
         let entry =
@@ -80,7 +80,9 @@ impl Kernel {
         if program.smem_bytes > 0 {
             set(8, program.smem_bytes as i32)?;
         }
-        set(9, 100)?;
+        if program.carveout == Carveout::Shared {
+            set(9, 100)?;
+        }
         if device.compute_capability() >= (9, 0) {
             set(14, 1)?;
         }

@@ -63,6 +63,6 @@ pub use graph::Graph;
 pub use jit::Kernels;
 pub use launch::{Geometry, Kernel, Resources};
 pub use nvrtc::Nvrtc;
-pub use program::{Constant, Program, Source, Spec, Targets};
+pub use program::{Carveout, Constant, Program, Source, Spec, Targets};
 pub use shareable::{Extent, Shareable};
 pub use stream::{Event, Stream};

@@ -2,7 +2,7 @@
 
 use super::jit::Kernels;
 use super::launch::Geometry;
-use super::program::{Constant, Program, Source, Spec, Targets};
+use super::program::{Carveout, Constant, Program, Source, Spec, Targets};
 use super::stream::Stream;
 use crate::error::{Error, Result};
 use crate::kernel_source;
@@ -69,6 +69,7 @@ impl Spec for PlainSpec {
             smem_bytes: 0,
             // Derived: 65536 registers of a multiprocessor hold 2048 threads of 32, 1024 of 64; these kernels are small.
             max_registers: 64,
+            carveout: Carveout::Shared,
             targets: Targets::All,
         }
     }

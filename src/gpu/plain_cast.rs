@@ -4,7 +4,7 @@ use std::path::Path;
 
 use super::jit::Kernels;
 use super::launch::Geometry;
-use super::program::{Constant, Program, Source, Spec, Targets};
+use super::program::{Carveout, Constant, Program, Source, Spec, Targets};
 use super::stream::Stream;
 use crate::error::{Error, Result};
 use crate::kernel_source;
@@ -37,6 +37,7 @@ impl Spec for PlainCast {
             threads: THREADS,
             smem_bytes: 0,
             max_registers: 64, // derived: four blocks in a multiprocessor
+            carveout: Carveout::Shared,
             targets: Targets::Nvidia,
         }
     }

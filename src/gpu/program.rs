@@ -70,6 +70,15 @@ impl Targets {
     }
 }
 
+/// How a multiprocessor's memory is split while a kernel runs.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Carveout {
+    /// All that can be is shared memory: a multiprocessor on which a block waits cannot be split in another way, and kernels that all want the same run beside each other.
+    Shared,
+    /// As the driver chooses for the kernel's own shared memory, so the rest is first-level cache: for kernels that read something twice.
+    Cache,
+}
+
 /// A kernel: everything that decides its machine code, but the architecture and the compiler.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Program {
@@ -87,6 +96,8 @@ pub struct Program {
     pub smem_bytes: u32,
     /// Registers of a thread that it may use at most.
     pub max_registers: u32,
+    /// What it wants of the memory that shared memory and the first-level cache share.
+    pub carveout: Carveout,
     /// Where it is meant to run.
     pub targets: Targets,
 }
@@ -133,6 +144,7 @@ mod tests {
             threads: 32,
             smem_bytes: 0,
             max_registers: 32,
+            carveout: Carveout::Shared,
             targets: Targets::All,
         };
         let lines = "#line 1 \"a.cuh\"\nstruct bf16 {};\n#line 1 \"constants\"\nconstexpr long long N = -3;\nconstexpr bool B = true;\nusing X = bf16;\n#line 1 \"b.cu\"\nX x;\n";

@@ -5,7 +5,7 @@ use std::array;
 use super::timing::{MAX_QUEUED, Replay, eager, eager_samples, graph_replay, host_cost, rotation};
 use super::{Arm, Cooldown, Statistics, rounds};
 use crate::error::{Error, Result};
-use crate::gpu::{Buffer, Constant, Geometry, Kernels, Program, Source, Spec, Stream, Targets};
+use crate::gpu::{Buffer, Carveout, Constant, Geometry, Kernels, Program, Source, Spec, Stream, Targets};
 use crate::kernel_source;
 use crate::random::SplitMix64;
 
@@ -133,6 +133,7 @@ impl Spec for CeilingSpec {
                 smem_bytes: 0,
                 // Derived: 4 registers a vector and 32 for addresses; 64 or fewer leave room for 1024 threads on an SM of 65536 registers.
                 max_registers: 32 + 4 * shape.num_vectors(),
+                carveout: Carveout::Shared,
                 targets: Targets::All,
             },
             CeilingSpec::Empty => Program {
@@ -143,6 +144,7 @@ impl Spec for CeilingSpec {
                 threads: EMPTY_THREADS,
                 smem_bytes: 0,
                 max_registers: 32,
+                carveout: Carveout::Shared,
                 targets: Targets::All,
             },
         }

@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use crate::error::{Error, Result};
-use crate::gpu::{Constant, Geometry, Kernels, Program, Source, Spec, Stream, Targets};
+use crate::gpu::{Carveout, Constant, Geometry, Kernels, Program, Source, Spec, Stream, Targets};
 use crate::kernel_source;
 
 /// Threads of the kernel: one warp of NVIDIA.
@@ -28,6 +28,7 @@ impl Spec for DelaySpec {
             threads: THREADS,
             smem_bytes: 0,
             max_registers: 32,
+            carveout: Carveout::Shared,
             targets: Targets::All,
         }
     }

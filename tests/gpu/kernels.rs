@@ -3,7 +3,7 @@
 use bytemuck::{Pod, Zeroable};
 use libtest_mimic::Failed;
 use moe_kernels::Result;
-use moe_kernels::gpu::{Buffer, Constant, Geometry, Kernel, Kernels, Program, Source, Spec, Stream, Targets};
+use moe_kernels::gpu::{Buffer, Carveout, Constant, Geometry, Kernel, Kernels, Program, Source, Spec, Stream, Targets};
 
 /// Which kernel of `program.cu`.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
@@ -66,6 +66,7 @@ impl Spec for Test {
             threads: 256,
             smem_bytes: form.smem_bytes,
             max_registers: 64,
+            carveout: Carveout::Shared,
             targets: Targets::Nvidia,
         }
     }

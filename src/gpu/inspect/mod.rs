@@ -23,7 +23,7 @@ use rayon::iter::{IntoParallelRefIterator, ParallelIterator};
 
 use super::jit;
 use super::nvrtc::Nvrtc;
-use super::program::{Program, Source, Spec, Targets};
+use super::program::{Carveout, Program, Source, Spec, Targets};
 use crate::error::{Error, Result};
 use crate::measure::ceiling::CeilingSpec;
 use crate::ops;
@@ -134,8 +134,17 @@ impl Compilers {
                 // Only its images say which release it is.
                 const EMPTY: &[Source] = &[Source { path: "empty", text: "extern \"C\" __global__ void empty() {}" }];
                 let (name, constants, targets) = ("empty".to_owned(), Vec::new(), Targets::Nvidia);
-                let empty =
-                    Program { name, entry: "empty", sources: EMPTY, constants, threads: 1, smem_bytes: 0, max_registers: 255, targets };
+                let empty = Program {
+                    name,
+                    entry: "empty",
+                    sources: EMPTY,
+                    constants,
+                    threads: 1,
+                    smem_bytes: 0,
+                    max_registers: 255,
+                    carveout: Carveout::Shared,
+                    targets,
+                };
                 let image = jit::compile(&empty, "sm_80", None)?.image;
                 Ok(format!("NVRTC {}", nvidia::release(&image).unwrap_or_else(|| format!("{major}.{minor}"))))
             }
@@ -189,7 +198,17 @@ mod tests {
 
     pub fn program(max_registers: u32, smem_bytes: u32) -> Program {
         let (sources, constants, targets): (&[Source], _, _) = (&[], Vec::new(), Targets::All);
-        Program { name: "probe".into(), entry: "probe", sources, constants, threads: 128, smem_bytes, max_registers, targets }
+        Program {
+            name: "probe".into(),
+            entry: "probe",
+            sources,
+            constants,
+            threads: 128,
+            smem_bytes,
+            max_registers,
+            carveout: Carveout::Shared,
+            targets,
+        }
     }
 
     pub const GOOD: Resources = Resources {

@@ -6,7 +6,7 @@ use super::view::{Rows, RowsMut};
 use super::{Activation, Form, Rounding, backward};
 use crate::backend::Cuda;
 use crate::error::{Error, Result};
-use crate::gpu::{Constant, Geometry, Kernels, Program, Source, Spec, Targets};
+use crate::gpu::{Carveout, Constant, Geometry, Kernels, Program, Source, Spec, Targets};
 use crate::id::Expert;
 use crate::kernel_source;
 use crate::space::Address;
@@ -110,6 +110,7 @@ impl Spec for Variant {
             threads: mapping.threads(),
             smem_bytes: 0,
             max_registers: tuning::max_registers(mapping),
+            carveout: Carveout::Shared,
             targets: if mapping.cluster > 1 { Targets::Hopper } else { Targets::All },
         }
     }

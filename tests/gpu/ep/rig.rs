@@ -2,7 +2,7 @@
 
 use moe_kernels::check::Shape as ObjectShape;
 use moe_kernels::ep::{Config, ExpertParallel, Layout, Tuning, World};
-use moe_kernels::gpu::{Buffer, Constant, Geometry, Kernel, Kernels, Program, Source, Spec, Stream, Targets};
+use moe_kernels::gpu::{Buffer, Carveout, Constant, Geometry, Kernel, Kernels, Program, Source, Spec, Stream, Targets};
 use moe_kernels::ops::combine::{self, ExpertRows};
 use moe_kernels::ops::dispatch::{Arrival, Input, NumTokens, Outputs, Routing, Sent};
 use moe_kernels::tensor::Layout as Strides;
@@ -89,6 +89,7 @@ impl Spec for Round {
             threads: 256,
             smem_bytes: 0,
             max_registers: 64,
+            carveout: Carveout::Shared,
             targets: Targets::Nvidia,
         }
     }

@@ -5,7 +5,7 @@ use super::launch::IndexType;
 use crate::ep::device::shape::{Shape, Uses, ep_sources};
 use crate::ep::device::tuning::{Measure, Split, registers};
 use crate::ep::{Config, Plan, Quantize};
-use crate::gpu::{Constant, Kernels, Program, Source, Targets};
+use crate::gpu::{Carveout, Constant, Kernels, Program, Source, Targets};
 use crate::tensor::DType;
 
 pub(super) static KERNELS: Kernels<Spec> = Kernels::new();
@@ -217,6 +217,7 @@ impl crate::gpu::Spec for Spec {
             threads: threads.into(),
             smem_bytes: 0,
             max_registers: registers(threads.into()).min(most),
+            carveout: Carveout::Shared,
             targets: Targets::All,
         }
     }

@@ -4,7 +4,7 @@ use super::super::gpu::{dlogit, gate_mul, is_aligned, pair_dot};
 use super::check::{GateBackward, GateMulBackward};
 use crate::backend::Cuda;
 use crate::error::{Error, Result};
-use crate::gpu::{Constant, Geometry, Kernels, Program, Source, Spec, Targets};
+use crate::gpu::{Carveout, Constant, Geometry, Kernels, Program, Source, Spec, Targets};
 use crate::kernel_source;
 use crate::tensor::DType;
 
@@ -53,6 +53,7 @@ impl Spec for TokenSums {
             threads: self.threads(),
             smem_bytes: 0,
             max_registers: 128, // derived: 65536 registers of an SM for 512 threads
+            carveout: Carveout::Shared,
             targets: Targets::All,
         }
     }
