@@ -22,9 +22,9 @@ macro_rules! sources {
         ]
     };
 }
-const TILE_SOURCES: &[Source] = sources!("ops/cast/tile.cu");
+const TILE_SOURCES: &[Source] = sources!("ops/cast/find_by_block.cuh", "ops/cast/tile.cu");
 const MATRICES_SOURCES: &[Source] = sources!("ops/cast/matrices.cu");
-const BLOCK_SOURCES: &[Source] = sources!("ops/cast/search.cuh", "ops/cast/block.cu");
+const BLOCK_SOURCES: &[Source] = sources!("ops/cast/find_by_group.cuh", "ops/cast/block.cu");
 
 /// Threads of a block of `cast_matrices` (arbitrary, as in matrices.cu).
 pub(super) const MATRIX_THREADS: u32 = 128;
