@@ -405,13 +405,7 @@ impl Rig {
     pub fn combine(&mut self, s: usize, mut arrival: Arrival) -> Result<()> {
         self.experts(s, &mut arrival)?;
         self.poison_sums(s)?;
-        let (ep, config, set) = (&mut self.ep, &self.config, &mut self.sets[s]);
-        let y = rows_of(&self.options, config, ep.plan().max_rows, &set.y)?;
-        let shape = [config.max_tokens + EXTRA_ROWS, config.hidden];
-        let out = set.out.view_mut(0, Strides::contiguous("test", config.combine_dtype, &shape)?)?;
-        let routing = set.routing.as_ref().expect("there until the rig is dropped");
-        let input = combine::Input { y, row_weights: None };
-        Ok(ep.combine(routing, arrival, &input, combine::Output { out, add_to: None, topk_weights: None })?)
+        self.combine_alone(s, arrival)
     }
 
     /// Dispatch and combine alone, of whatever input and rows are there.
