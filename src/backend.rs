@@ -31,12 +31,12 @@ impl Backend {
         Cuda::new(ordinal).map(Backend::Cuda)
     }
 
-    /// A backend by name: `cpu`, `cuda` or `cuda:N` (GPU 0 or N), `auto` (the CPU).
+    /// A backend by name: `cpu`, `cuda` or `cuda:N` (GPU 0 or N), `cuda:N,M,..` (several: see [`Cuda::across`]), `auto` (the CPU).
     ///
     /// # Errors
     /// [`Error::Unsupported`] for a backend that this version does not have, [`Error::Invalid`] for an unknown name, and those of [`Backend::cuda`].
     pub fn from_name(name: &str) -> Result<Self> {
-        let unknown = || Error::invalid("backend", "name", format!("`{name}`"), "auto, cpu, cuda, cuda:N or hip");
+        let unknown = || Error::invalid("backend", "name", format!("`{name}`"), "auto, cpu, cuda, cuda:N, cuda:N,M,.. or hip");
         match name {
             "auto" | "cpu" => Ok(Backend::cpu()),
             "cuda" => Backend::cuda(0),
@@ -45,7 +45,27 @@ impl Backend {
                 what: format!("backend {name}"),
                 why: "this version has the cpu and cuda backends".into(),
             }),
-            _ => Backend::cuda(name.strip_prefix("cuda:").and_then(|ordinal| ordinal.parse().ok()).ok_or_else(unknown)?),
+            _ => {
+                let ordinals = Self::ordinals(name).ok_or_else(unknown)?;
+                let gpus = ordinals.iter().map(|&ordinal| Device::open(ordinal)).collect::<Result<Vec<_>>>()?;
+                Cuda::on(Stream::new(&gpus[0])?).across(&gpus).map(Backend::Cuda)
+            }
+        }
+    }
+
+    /// The GPUs that a name of [`from_name`](Self::from_name) asks for, at least one, without a look at any; `None` for other names.
+    pub fn ordinals(name: &str) -> Option<Vec<u32>> {
+        match name {
+            "cuda" => Some(vec![0]),
+            _ => name.strip_prefix("cuda:")?.split(',').map(|ordinal| ordinal.parse().ok()).collect(),
+        }
+    }
+
+    /// What the rank with this number works on: of several GPUs the one of its turn, with a stream of its own.
+    pub(crate) fn of_rank(&self, rank: usize) -> Result<Self> {
+        match self {
+            Backend::Cuda(cuda) if cuda.gpus().len() > 1 => cuda.of_rank(rank).map(Backend::Cuda),
+            other => Ok(other.clone()),
         }
     }
 
@@ -87,6 +107,8 @@ impl Default for Backend {
 pub struct Cuda {
     stream: Stream,
     programmatic: bool,
+    /// Of a world's ranks; absent: the stream's alone.
+    gpus: Option<Arc<[Device]>>,
 }
 
 impl Cuda {
@@ -100,7 +122,34 @@ impl Cuda {
 
     /// Operations are queued in this stream.
     pub fn on(stream: Stream) -> Self {
-        Cuda { stream, programmatic: false }
+        Cuda { stream, programmatic: false, gpus: None }
+    }
+
+    /// Ranks of a world that is made with it take turns on these GPUs: rank r, or of ranks that are processes the one with local number r, has the one
+    /// with number r modulo how many there are, and a stream of its own. What is not a world runs in the stream, on the first of them.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] when the first is not the stream's GPU, or one is there twice.
+    pub fn across(mut self, gpus: &[Device]) -> Result<Self> {
+        let ordinals: Vec<u32> = gpus.iter().map(Device::ordinal).collect();
+        let has_twin = (1..ordinals.len()).any(|i| ordinals[..i].contains(&ordinals[i]));
+        if ordinals.first() != Some(&self.device().ordinal()) || has_twin {
+            let want = format!("different GPUs, of which the first is {}, that of the stream", self.device().ordinal());
+            return Err(Error::invalid("backend", "GPUs", format!("{ordinals:?}"), want));
+        }
+        self.gpus = (gpus.len() > 1).then(|| gpus.into());
+        Ok(self)
+    }
+
+    /// The GPUs on which ranks take turns: one, if it was not told otherwise.
+    pub fn gpus(&self) -> &[Device] {
+        self.gpus.as_deref().unwrap_or(std::slice::from_ref(self.device()))
+    }
+
+    /// The same on one rank's GPU, with a stream of its own.
+    pub(crate) fn of_rank(&self, rank: usize) -> Result<Self> {
+        let gpu = &self.gpus()[rank % self.gpus().len()];
+        Ok(Cuda { stream: Stream::new(gpu)?, programmatic: self.programmatic, gpus: None })
     }
 
     /// With programmatic launch a kernel may start while the one before it in the stream still ends; it waits for it before it reads what may
@@ -256,5 +305,22 @@ impl Cpu {
 impl fmt::Debug for Cpu {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Cpu").field("level", &self.level).field("threads", &self.num_threads()).finish()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_of_gpus() {
+        assert_eq!(Backend::ordinals("cuda"), Some(vec![0]));
+        assert_eq!(Backend::ordinals("cuda:3"), Some(vec![3]));
+        assert_eq!(Backend::ordinals("cuda:2,0,1"), Some(vec![2, 0, 1]));
+        for other in ["cpu", "auto", "hip", "cuda:", "cuda:1,", "cuda:-1", "cuda:0,x", "cuda0", ""] {
+            assert_eq!(Backend::ordinals(other), None, "{other}");
+        }
+        assert!(matches!(Backend::from_name("cuda:0,x"), Err(Error::Invalid { want, .. }) if want.contains("cuda:N,M")));
+        assert!(matches!(Backend::cpu().of_rank(5), Ok(Backend::Cpu(_))));
     }
 }

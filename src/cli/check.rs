@@ -17,7 +17,7 @@ pub struct Arguments {
     /// Only this operation [default: all of them]
     #[arg(value_name = "OP")]
     op: Option<String>,
-    /// Where it runs: auto, cpu, cuda or cuda:N
+    /// Where it runs: auto, cpu, cuda, cuda:N, or cuda:N,M,.. on whose GPUs ranks take turns
     #[arg(long, value_name = "NAME", default_value = "auto")]
     backend: String,
     /// Only groups whose name contains this text

@@ -6,14 +6,14 @@ use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
 use moe_kernels::ep::{Launch, Launches, PhaseTuning, Provenance, RULE, Table, TableKey, TablePhase, TableRow, Tuning, World};
-use moe_kernels::measure::{Environment, Statistics, idle, report};
+use moe_kernels::measure::{Environment, Statistics, report};
 use moe_kernels::{Backend, Error, Result};
 
 use crate::bench::Json;
 use crate::bench::ep::case::Case;
 use crate::bench::ep::options::{Programmatic, SUMS, Shape};
 use crate::bench::ep::rank::{Arm, Gate, Plan, Rank, all};
-use crate::bench::ep::{launching, ordinal};
+use crate::bench::ep::{check_idle, launching};
 use crate::output::{Output, Progress};
 
 /// Options of `moe tune`.
@@ -125,10 +125,16 @@ pub fn tune(arguments: &Arguments, output: &mut Output) -> Result<bool> {
     if !(0.0..=100.0).contains(&arguments.margin) {
         return Err(invalid("--margin", arguments.margin, "0 to 100"));
     }
-    let Some(gpu) = ordinal(&arguments.shape.backend) else {
-        return Err(invalid("--backend", format!("`{}`", arguments.shape.backend), "cuda or cuda:N: a CPU has no geometry"));
+    let Some(gpus) = Backend::ordinals(&arguments.shape.backend) else {
+        let want = "cuda, cuda:N or cuda:N,M,..: a CPU has no geometry";
+        return Err(invalid("--backend", format!("`{}`", arguments.shape.backend), want));
     };
-    idle::check(gpu, arguments.allow_busy)?;
+    // A row is for ranks that are alike.
+    if !arguments.shape.ranks.is_multiple_of(gpus.len()) {
+        return Err(invalid("--ranks", arguments.shape.ranks, format!("as many on each of {} GPUs", gpus.len())));
+    }
+    let ranks_on_gpu = (arguments.shape.ranks / gpus.len()) as u32;
+    check_idle(&arguments.shape.backend, arguments.allow_busy)?;
     let mut json = Json::create(arguments.table.as_deref())?;
     let backend = launching(&arguments.shape.backend()?, arguments.programmatic == Programmatic::On);
     let mut table = table(&backend)?;
@@ -150,7 +156,7 @@ pub fn tune(arguments: &Arguments, output: &mut Output) -> Result<bool> {
                 let chosen = choose(&found, phase, arguments.margin)?;
                 threads.entry(class).or_insert(chosen.launch.threads);
                 let config = &case.config;
-                let key = TableKey::new(phase, config, &config.plan(case.ranks)?, case.ranks as u32, job.sms);
+                let key = TableKey::new(phase, config, &config.plan(case.ranks)?, ranks_on_gpu, job.sms);
                 let Chosen { launch, seconds, before, before_seconds, num_tried } = chosen;
                 lines.push(vec![
                     format!("{phase:?}").to_lowercase(),

@@ -21,7 +21,6 @@ use super::symmetric::{Symmetric, Words};
 use super::wait::Poll;
 use crate::backend::{Backend, Cpu, Cuda};
 use crate::error::{Error, Failure, FailureKind, Result};
-use crate::gpu::Stream;
 use crate::id::Rank;
 use crate::name::Name;
 
@@ -63,15 +62,15 @@ enum Link {
 
 impl World {
     /// The memberships of a world of `size` ranks in this process, to be moved to a thread each. Every rank works on `backend`: on its share of
-    /// the CPU's threads, or on the GPU, which the ranks share, each with a stream of its own.
+    /// the CPU's threads, or on a GPU with a stream of its own; the ranks share the GPU, or take turns on several ([`Cuda::across`]).
     ///
     /// # Errors
     /// `Invalid` for a size of 0 or above 64; those of the GPU.
     pub fn threads(backend: &Backend, size: usize) -> Result<Vec<World>> {
         check_size(size)?;
-        let of_rank = |_| match backend {
+        let of_rank = |rank| match backend {
             Backend::Cpu(cpu) => cpu.share(size).map(Backend::Cpu),
-            Backend::Cuda(cuda) => Ok(Backend::Cuda(Cuda::on(Stream::new(cuda.device())?).programmatic(cuda.is_programmatic()))),
+            Backend::Cuda(cuda) => cuda.of_rank(rank).map(Backend::Cuda),
         };
         Self::threads_on(&(0..size).map(of_rank).collect::<Result<Vec<_>>>()?)
     }
@@ -114,7 +113,7 @@ impl World {
                 Backend::Cpu(cpu) => cpu.share(page.world())?,
                 Backend::Cuda(_) => cpu_of(backend, page.world())?,
             },
-            cuda: cuda_of(backend),
+            cuda: cuda_of(&backend.of_rank(rendezvous.local_rank())?),
             page,
             link: Link::Processes(link),
             num_meetings: AtomicU64::new(0),

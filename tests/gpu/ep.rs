@@ -6,7 +6,7 @@ use libtest_mimic::Failed;
 use moe_kernels::check::Shape;
 use moe_kernels::ep::Config;
 use moe_kernels::gpu::Program;
-use moe_kernels::{DType, Error};
+use moe_kernels::{Backend, Cuda, DType, Error};
 
 use super::{Needs, Outcome, Test, ensure, report};
 
@@ -44,6 +44,15 @@ pub fn programs(is_chosen: impl Fn(&str) -> bool) -> Vec<Program> {
 /// Few small tokens: what most trials use.
 pub fn base() -> Config {
     Config { timeout: Duration::from_secs(20), ..Config::new(64, DType::F32, 16, 4, 24) }
+}
+
+/// What ranks run on: the GPUs that `MOE_BACKEND` names, or the first.
+pub fn gpus() -> moe_kernels::Result<Cuda> {
+    let name = std::env::var("MOE_BACKEND").unwrap_or_default();
+    match Backend::from_name(if Backend::ordinals(&name).is_some() { &name } else { "cuda" })? {
+        Backend::Cuda(cuda) => Ok(cuda),
+        _ => unreachable!("a GPU was asked for"),
+    }
 }
 
 /// By which the environment scales bounds.

@@ -6,14 +6,14 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 use moe_kernels::ep::{Launches, World};
-use moe_kernels::measure::{Environment, IdleReport, Statistics, idle};
+use moe_kernels::measure::{Environment, IdleReport, Statistics};
 use moe_kernels::{Error, Result};
 
 use super::ep::case::{Case, Traffic};
 use super::ep::options::{Launching, Programmatic, Shape, invalid};
 use super::ep::rank::{Arm, Gate, Plan, RankResult, all};
 use super::ep::record::name;
-use super::ep::{backend, launching, ordinal, rank, samples};
+use super::ep::{backend, check_idle, launching, rank, samples};
 use super::{environment_with, statistics};
 use crate::output::{Output, Progress};
 
@@ -80,7 +80,7 @@ struct Run {
 #[derive(serde::Serialize)]
 struct Machine {
     environment: Environment,
-    idle: Option<IdleReport>,
+    idle: Vec<IdleReport>,
 }
 
 /// Measures, prints and keeps; `false` when a result was wrong.
@@ -99,8 +99,7 @@ pub fn bench(arguments: &Arguments, output: &mut Output) -> Result<bool> {
     if !is_name {
         return Err(invalid("--label", format!("`{}`", arguments.label), "letters, digits, `-`, `_` and `.`"));
     }
-    // Before any process opens the device: afterwards it would be one of its users.
-    let idle = ordinal(&arguments.shape.backend).map(|gpu| idle::check(gpu, arguments.allow_busy)).transpose()?;
+    let idle = check_idle(&arguments.shape.backend, arguments.allow_busy)?;
     let is_programmatic = arguments.launching.programmatic == Programmatic::On;
     let backend = launching(&backend(&arguments.shape, &arguments.launching)?, is_programmatic);
     let folder = arguments.results.join(&arguments.label);

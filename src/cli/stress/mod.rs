@@ -19,7 +19,7 @@ use crate::output::{Output, Progress};
 /// Options of `moe stress`.
 #[derive(Debug, Clone, clap::Args)]
 pub struct Arguments {
-    /// Where it runs: auto, cpu, cuda or cuda:N; the ranks of one GPU share it
+    /// Where it runs: auto, cpu, cuda, cuda:N, or cuda:N,M,.. on whose GPUs the ranks take turns; those of one GPU share it
     #[arg(long, value_name = "NAME", default_value = "auto")]
     backend: String,
     /// Ranks: threads of this process. Under torchrun the processes that it started are the ranks

@@ -15,7 +15,7 @@ use moe_kernels::{Backend, DType, DeviceAddress, Error, Rank, Result, TensorView
 use super::super::kernels::delay;
 use super::rig::{Options, Rig, run};
 use super::rounds::with_modes;
-use super::{Needs, Outcome, Test, base, ensure, failed, scale};
+use super::{Needs, Outcome, Test, base, ensure, failed, gpus, scale};
 use crate::world::first_cause;
 
 pub const TRIALS: &[(&str, Needs, Test)] = &[
@@ -49,7 +49,7 @@ fn outcome(
     others_part: impl Fn(&mut Rig) -> Result<()> + Sync,
 ) -> Result<(Vec<Result<()>>, f64), Failed> {
     let slowest = std::sync::Mutex::new(0f64);
-    let results = World::run(&Backend::cuda(0)?, ranks, |world| {
+    let results = World::run(&Backend::Cuda(gpus()?), ranks, |world| {
         let mut rig = Rig::new(&world, config, Options { full: true, ..Options::default() })?;
         rig.round(0)?;
         rig.verdict()?;
@@ -310,11 +310,11 @@ fn bad_arguments() -> Outcome {
             scales: None,
             num_tokens: NumTokens::All,
         };
-        let here = memory.address().address;
+        let DeviceAddress { address: here, device: ordinal } = memory.address(); // 0, or of two GPUs 1
         let cases: Vec<(&str, &str, Input<'_>)> = vec![
             ("x on the host", "x", Input { x: on_host(DType::F32, &[3, hidden])?, ..good }),
-            ("x on another device", "x", Input { x: elsewhere(1, here, DType::F32, &[3, hidden])?, ..good }),
-            ("x nowhere", "x", Input { x: elsewhere(0, 4096, DType::F32, &[3, hidden])?, ..good }),
+            ("x on another device", "x", Input { x: elsewhere(1 - ordinal, here, DType::F32, &[3, hidden])?, ..good }),
+            ("x nowhere", "x", Input { x: elsewhere(ordinal, 4096, DType::F32, &[3, hidden])?, ..good }),
             ("x misaligned", "x address", Input { x: strided(8, DType::F32, &[3, hidden], &[hidden, 1])?, ..good }),
             (
                 "x with a stride of 8 bytes more",
@@ -324,7 +324,7 @@ fn bad_arguments() -> Outcome {
             ("x of another type", "x dtype", Input { x: view(DType::BF16, &[3, hidden])?, ..good }),
             ("x of another width", "x shape", Input { x: view(DType::F32, &[3, hidden + 4])?, ..good }),
             ("ids on the host", "topk_idx", Input { topk_idx: on_host(DType::I32, &[3, k])?, ..good }),
-            ("ids on another device", "topk_idx", Input { topk_idx: elsewhere(1, here, DType::I32, &[3, k])?, ..good }),
+            ("ids on another device", "topk_idx", Input { topk_idx: elsewhere(1 - ordinal, here, DType::I32, &[3, k])?, ..good }),
             ("short ids", "topk_idx shape", Input { topk_idx: view(DType::I32, &[2, k])?, ..good }),
             ("ids of another type", "topk_idx dtype", Input { topk_idx: view(DType::U32, &[3, k])?, ..good }),
             ("weights on the host", "topk_weights", Input { topk_weights: Some(on_host(DType::F32, &[3, k])?), ..good }),

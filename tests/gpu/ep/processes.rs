@@ -1,4 +1,4 @@
-//! Ranks that are processes and share the GPU: it takes turns among them, so a wait takes milliseconds.
+//! Ranks that are processes. A GPU that they share takes turns among them, so a wait takes milliseconds.
 
 use std::time::Duration;
 
@@ -7,7 +7,7 @@ use moe_kernels::ep::{Config, Mode, Rendezvous, Tuning, World};
 use moe_kernels::{Backend, Rank, Result};
 
 use super::rig::{Options, Rig};
-use super::{Needs, Outcome, Test, base, report};
+use super::{Needs, Outcome, Test, base, gpus, report};
 use crate::processes::{all_well, one_left, survivors_blame_of};
 
 pub(super) const TRIALS: &[(&str, Needs, Test)] = &[
@@ -77,10 +77,10 @@ pub fn leave(world: World) -> Result<()> {
 /// A world of the survivors.
 pub fn again(rank: usize, size: usize) -> Result<()> {
     let rendezvous = Rendezvous::from_env("survivors")?.generation(1).as_rank(Rank(rank as u32), size)?;
-    rounds(&World::join(&Backend::cuda(0)?, &rendezvous)?, 2)
+    rounds(&World::join(&Backend::Cuda(gpus()?), &rendezvous)?, 2)
 }
 
 /// The world of this process.
 pub fn join() -> Result<World> {
-    World::join(&Backend::cuda(0)?, &Rendezvous::from_env("test")?)
+    World::join(&Backend::Cuda(gpus()?), &Rendezvous::from_env("test")?)
 }

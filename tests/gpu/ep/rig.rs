@@ -6,7 +6,9 @@ use moe_kernels::gpu::{Buffer, Carveout, Constant, Geometry, Kernel, Kernels, Pr
 use moe_kernels::ops::combine::{self, ExpertRows};
 use moe_kernels::ops::dispatch::{Arrival, Input, NumTokens, Outputs, Routing, Sent};
 use moe_kernels::tensor::Layout as Strides;
-use moe_kernels::{Backend, DType, DeviceAddress, Error, Result, TensorView};
+use moe_kernels::{Backend, Cuda, DType, DeviceAddress, Error, Result, TensorView};
+
+use super::gpus;
 
 /// Constants of `rounds.cu`.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
@@ -560,9 +562,17 @@ fn rows_of<'a>(options: &Options, config: &Config, max_rows: usize, y: &'a Buffe
     Ok(ExpertRows::Staged(y.view(0, Strides::contiguous("test", config.combine_dtype, &[max_rows, config.hidden])?)?))
 }
 
-/// Runs the ranks of a world that share the first GPU; says what went wrong, not what followed from it.
+/// Runs the ranks of a world on the GPUs that were asked for; says what went wrong, not what followed from it.
 pub fn run<R: Send>(ranks: usize, programmatic: bool, work: impl Fn(World) -> Result<R> + Sync) -> Result<Vec<R>> {
-    let Backend::Cuda(cuda) = Backend::cuda(0)? else { unreachable!("a GPU was asked for") };
+    run_on(gpus()?, ranks, programmatic, work)
+}
+
+/// The same where the ranks share the first GPU, however many there are.
+pub fn run_sharing<R: Send>(ranks: usize, programmatic: bool, work: impl Fn(World) -> Result<R> + Sync) -> Result<Vec<R>> {
+    run_on(Cuda::new(0)?, ranks, programmatic, work)
+}
+
+fn run_on<R: Send>(cuda: Cuda, ranks: usize, programmatic: bool, work: impl Fn(World) -> Result<R> + Sync) -> Result<Vec<R>> {
     let results = World::run(&Backend::Cuda(cuda.programmatic(programmatic)), ranks, work)?;
     let follows = |error: &Error| matches!(error, Error::Timeout { .. } | Error::Poisoned { .. });
     let mut errors: Vec<&Error> = results.iter().filter_map(|result| result.as_ref().err()).collect();

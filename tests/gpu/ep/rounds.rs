@@ -12,8 +12,8 @@ use moe_kernels::random::SplitMix64;
 use moe_kernels::{Backend, DType, Error, Result};
 
 use super::super::kernels::{Form, KERNELS, Test as Kernel, Together, delay};
-use super::rig::{Options, Rig, run};
-use super::{Needs, Outcome, Test, base, ensure, failed, report};
+use super::rig::{Options, Rig, run, run_sharing};
+use super::{Needs, Outcome, Test, base, ensure, failed, gpus, report};
 
 pub const TRIALS: &[(&str, Needs, Test)] = &[
     ("ep rounds: what is wrong is found", Needs::GpuAlone, faults),
@@ -298,7 +298,7 @@ fn promised() -> Outcome {
         (0..3).try_for_each(|_| in_place.round(0))?;
         in_place.finish()
     };
-    run(2, true, work).map_err(|error| failed("with programmatic launch", &error))?;
+    run_sharing(2, true, work).map_err(|error| failed("with programmatic launch", &error))?;
     // Nothing starts early without it, nor beside nobody.
     let any = |world: World| -> Result<()> {
         let mut rig = Rig::new(&world, &base(), Options { tuning, staged: true, ..Options::default() })?;
@@ -396,7 +396,7 @@ fn tunings() -> [Tuning; 8] {
 
 /// With every geometry, with and without programmatic launch, and as on a CPU.
 fn same_bytes() -> Outcome {
-    let Backend::Cuda(cuda) = Backend::cuda(0)? else { unreachable!("a GPU was asked for") };
+    let cuda = gpus()?;
     for script in scripts() {
         let sums = script.tuning().sums;
         let name = script.name.clone();

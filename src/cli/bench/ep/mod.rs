@@ -145,12 +145,9 @@ pub fn launching(backend: &Backend, is_programmatic: bool) -> Backend {
     }
 }
 
-/// The GPU of a backend, as one asks for it.
-pub fn ordinal(name: &str) -> Option<u32> {
-    match name {
-        "cuda" => Some(0),
-        _ => name.strip_prefix("cuda:").and_then(|ordinal| ordinal.parse().ok()),
-    }
+/// That the GPUs of a backend are idle, before any process opens them: afterwards it would be one of their users.
+pub fn check_idle(backend: &str, allow_busy: bool) -> Result<Vec<IdleReport>> {
+    Backend::ordinals(backend).unwrap_or_default().into_iter().map(|gpu| idle::check(gpu, allow_busy)).collect()
 }
 
 /// Measures and prints; `false` when a result was wrong.
@@ -160,8 +157,7 @@ pub fn bench(phase: Phase, arguments: &Arguments, output: &mut Output) -> Result
         return processes::run_rank(phase, arguments, output);
     }
     arguments.check()?;
-    // Before any process opens the device: afterwards it would be one of its users.
-    let idle = ordinal(&arguments.shape.backend).map(|gpu| idle::check(gpu, arguments.allow_busy)).transpose()?;
+    let idle = check_idle(&arguments.shape.backend, arguments.allow_busy)?;
     if arguments.shape.processes {
         arguments.plan(phase, 0, &arguments.shape.backend()?)?;
         return crate::run::launch(arguments.shape.ranks);
@@ -193,7 +189,7 @@ fn finish(
     phase: Phase,
     arguments: &Arguments,
     backend: &Backend,
-    idle: Option<IdleReport>,
+    idle: Vec<IdleReport>,
     runs: Vec<Run>,
     mut json: Json,
     output: &mut Output,
@@ -267,7 +263,7 @@ mod processes {
             }
         }
         let Some(json) = json else { return Ok(true) };
-        finish(phase, arguments, &backend, None, runs, json, output)
+        finish(phase, arguments, &backend, Vec::new(), runs, json, output)
     }
 }
 

@@ -22,7 +22,7 @@ pub const SUMS: Sums = Sums { plain: true, add_to: false, add_to_f32: false, unf
 /// What is measured, and where.
 #[derive(Debug, Clone, clap::Args)]
 pub struct Shape {
-    /// Where it runs: auto, cpu, cuda or cuda:N; the ranks of one GPU share it
+    /// Where it runs: auto, cpu, cuda, cuda:N, or cuda:N,M,.. on whose GPUs the ranks take turns; those of one GPU share it
     #[arg(long, value_name = "NAME", default_value = "auto")]
     pub backend: String,
     /// Ranks: threads of this process. Under torchrun the processes that it started are the ranks

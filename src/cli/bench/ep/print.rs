@@ -16,8 +16,8 @@ pub fn print(record: &Record, output: &mut Output) -> Result<()> {
     output.line(format_args!(
         "hidden {hidden}, {dtype}, top {top_k} of {experts} experts, {routing} routing, {layout}, {mode}, wire {wire}"
     ))?;
-    if let Some(idle) = record.idle.as_ref().filter(|idle| !idle.is_idle()) {
-        output.line(format_args!("NOT IDLE: {}", idle.reasons.join("; ")))?;
+    for idle in record.idle.iter().filter(|idle| !idle.is_idle()) {
+        output.line(format_args!("NOT IDLE: {}: {}", idle.device, idle.reasons.join("; ")))?;
     }
     for run in &record.runs {
         print_run(run, output)?;

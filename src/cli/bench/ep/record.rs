@@ -17,7 +17,7 @@ pub struct Record {
     pub bench: &'static str,
     pub unit: &'static str,
     pub environment: Environment,
-    pub idle: Option<IdleReport>,
+    pub idle: Vec<IdleReport>,
     pub job: Job,
     pub runs: Vec<Run>,
 }
