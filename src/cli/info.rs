@@ -6,6 +6,7 @@ use std::path::{Path, PathBuf};
 
 use moe_kernels::gpu::{Device, Nvrtc, Stream};
 use moe_kernels::measure::ceiling::{self, CopyCeiling, EmptyLaunch};
+use moe_kernels::measure::link::{LinkCeiling, MAX_GPUS, Way, link_ceiling};
 use moe_kernels::measure::nvidia::{Gpu, Nvidia};
 use moe_kernels::measure::{Commit, Environment, IdleReport, Statistics, environment, idle, report};
 use moe_kernels::{Error, Result};
@@ -21,7 +22,7 @@ pub struct Arguments {
     /// Keep up to this many bytes of the changes since the commit in the JSON (`git diff HEAD`)
     #[arg(long, value_name = "BYTES", default_value_t = 0, requires = "json")]
     diff: usize,
-    /// Measure what the GPU can do at best: copies of several sizes, empty kernels (some seconds; refused on a busy GPU)
+    /// Measure what the GPU can do at best: copies of several sizes, empty kernels, and the links to other GPUs (some seconds; refused on a busy GPU)
     #[arg(long)]
     ceilings: bool,
     /// Measure on a busy GPU too, and say that it was
@@ -48,10 +49,25 @@ struct Ceilings {
     idle: IdleReport,
     empty: EmptyLaunch,
     copies: Vec<CopyCeiling>,
+    /// Between all GPUs; nothing on a machine with one.
+    links: Option<Links>,
+}
+
+/// What the links between the GPUs can do at best.
+#[derive(serde::Serialize)]
+struct Links {
+    /// The GPUs, as far as they were looked at.
+    idle: Vec<IdleReport>,
+    ceilings: Vec<LinkCeiling>,
+    /// Why they were not measured.
+    absence: Option<String>,
 }
 
 /// Bytes read and written by the copies (the sizes of the recorded ceilings; the least exceeds twice the L2 cache of today's GPUs).
 const COPY_BYTES: [u64; 5] = [207_000_000, 544_000_000, 1_090_000_000, 2_160_000_000, 3_800_000_000];
+
+/// Bytes that leave each GPU when links are measured (arbitrary: from what one token sends to what 16384 do).
+const LINK_BYTES: [u64; 5] = [64 << 10, 1 << 20, 8 << 20, 64 << 20, 256 << 20];
 
 /// Whether a GPU's run-time library is there. Only looked for, never loaded.
 #[derive(serde::Serialize)]
@@ -97,15 +113,59 @@ fn ceilings(arguments: &Arguments) -> Result<Ceilings> {
     let progress = Progress::new(1, "measuring the GPU");
     // Before the device is opened: afterwards this process is one of its users.
     let idle = idle::check(arguments.device, arguments.allow_busy)?;
+    let num_gpus = Device::count()?;
+    let all_idle: Result<Vec<IdleReport>> = (0..num_gpus.min(MAX_GPUS as u32))
+        .map(|gpu| if gpu == arguments.device { Ok(idle.clone()) } else { idle::check(gpu, arguments.allow_busy) })
+        .collect();
     let stream = Stream::new(&Device::open(arguments.device)?)?;
     let empty = ceiling::empty_launch(&stream)?;
     let copies = COPY_BYTES.iter().map(|&bytes| ceiling::copy(&stream, bytes)).collect::<Result<_>>()?;
+    let links = (num_gpus > 1).then(|| links(all_idle));
     drop(progress);
-    Ok(Ceilings { idle, empty, copies })
+    Ok(Ceilings { idle, empty, copies, links })
+}
+
+/// What can be said of the links: a busy GPU, or one without access to another, is no reason to keep back what else was measured.
+fn links(idle: Result<Vec<IdleReport>>) -> Links {
+    let absent = |idle, error: Error| Links { idle, ceilings: Vec::new(), absence: Some(error.to_string()) };
+    let idle = match idle {
+        Ok(idle) => idle,
+        Err(error) => return absent(Vec::new(), error),
+    };
+    let measure = || -> Result<Vec<LinkCeiling>> {
+        let devices = (0..idle.len() as u32).map(Device::open).collect::<Result<Vec<_>>>()?;
+        LINK_BYTES.iter().map(|&bytes| link_ceiling(&devices, bytes)).collect()
+    };
+    match measure() {
+        Ok(ceilings) => Links { idle, ceilings, absence: None },
+        Err(error) => absent(idle, error),
+    }
+}
+
+fn print_links(links: &Links, output: &mut Output) -> Result<()> {
+    if let Some(why) = &links.absence {
+        return output.heading(format_args!("The links between GPUs were not measured: {why}"));
+    }
+    let busy: Vec<&str> = links.idle.iter().filter(|idle| !idle.is_idle()).map(|idle| idle.device.as_str()).collect();
+    let state = if busy.is_empty() { "idle before".to_owned() } else { format!("BUSY: {}", busy.join("; ")) };
+    output.heading(format_args!("What the links of {} GPUs can do at best ({state}); medians", links.idle.len()))?;
+    output.line("GB/s that leave a GPU: to one other alone, from all to all at once, their ratio")?;
+    let rows = links.ceilings.iter().map(|ceiling| {
+        let mut cells = vec![report::bytes(ceiling.bytes) + if ceiling.is_beyond_cache { "" } else { ", cached" }];
+        let way = |way: &Way| {
+            let [alone, together] = [way.alone, way.together].map(|transfer| transfer.bytes_per_second);
+            format!("{:.1}  {:.1}  {:.2}", alone / 1e9, together / 1e9, together / alone)
+        };
+        cells.extend([&ceiling.write, &ceiling.read, &ceiling.copy_engine].map(way));
+        let trip = &ceiling.round_trip;
+        cells.push(format!("{:.2} ({:.2} to {:.2})", trip.median * 1e6, trip.min * 1e6, trip.max * 1e6));
+        cells
+    });
+    output.table(&["<bytes of a GPU", "a kernel writes", "a kernel reads", "copy engine", "signal, round trip us"], rows)
 }
 
 fn print(ceilings: &Ceilings, output: &mut Output) -> Result<()> {
-    let Ceilings { idle, empty, copies } = ceilings;
+    let Ceilings { idle, empty, copies, links } = ceilings;
     let state = if idle.is_idle() { "idle before".to_owned() } else { format!("BUSY: {}", idle.reasons.join("; ")) };
     output.heading(format_args!("What {} can do at best ({state}); medians, least to greatest", idle.device))?;
     let spread = |s: &Statistics| format!("{} ({} to {})", report::duration(s.median), report::duration(s.min), report::duration(s.max));
@@ -131,7 +191,8 @@ fn print(ceilings: &Ceilings, output: &mut Output) -> Result<()> {
             report::rate(copy.moved_bytes, copy.best_seconds),
         ]
     });
-    output.table(&["<copy, read + written", "memcpy GB/s", "its node", "streaming kernel", "plain kernel", "best"], rows)
+    output.table(&["<copy, read + written", "memcpy GB/s", "its node", "streaming kernel", "plain kernel", "best"], rows)?;
+    links.as_ref().map_or(Ok(()), |links| print_links(links, output))
 }
 
 fn lines(info: &Info) -> Vec<(&'static str, String)> {

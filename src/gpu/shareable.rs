@@ -324,6 +324,18 @@ impl Shareable {
         stream.write(&mut unsafe { TensorViewMut::from_device(self.range(at, bytes.len())?, layout) }?, bytes)
     }
 
+    /// Queues a copy of `len` bytes from another such memory, of this or of another device. The stream's device may access both.
+    ///
+    /// # Safety
+    /// Both memories live until the stream has done this.
+    pub(crate) unsafe fn copy_from(&self, stream: &Stream, at: usize, from: &Shareable, from_at: usize, len: usize) -> Result<()> {
+        let (to, from) = (self.range(at, len)?.address, from.range(from_at, len)?.address);
+        let device = stream.device();
+        let _bound = device.bind()?;
+        // SAFETY: both ranges lie in their mappings, which outlive the copy (the caller's promise); an address is the same on all devices.
+        unsafe { device.driver().copy_on_device(to, from, len, stream.raw()) }
+    }
+
     fn range(&self, at: usize, len: usize) -> Result<DeviceAddress> {
         match at.checked_add(len) {
             Some(end) if end <= self.len => Ok(DeviceAddress { address: self.address().address + at as u64, ..self.address() }),

@@ -7,6 +7,7 @@ mod cooldown;
 pub mod delay;
 pub mod environment;
 pub mod idle;
+pub mod link;
 mod memory;
 pub mod nvidia;
 mod pairs;

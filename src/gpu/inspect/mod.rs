@@ -42,6 +42,7 @@ pub fn catalogue() -> Vec<Program> {
         ops::combine::programs,
         || CeilingSpec::ALL.iter().map(Spec::program).collect(),
         crate::measure::delay::programs,
+        crate::measure::link::programs,
         super::plain::programs,
         super::plain_cast::programs,
     ];
