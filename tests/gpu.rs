@@ -4,6 +4,7 @@
 use std::sync::{PoisonError, RwLock};
 
 use libtest_mimic::{Failed, Trial};
+use moe_kernels::Backend;
 use moe_kernels::gpu::{Device, Nvrtc, Stream};
 
 mod cast;
@@ -18,6 +19,7 @@ mod gate;
 mod graphs;
 mod kernels;
 mod launches;
+mod links;
 mod memory;
 mod raw;
 mod shapes;
@@ -35,6 +37,8 @@ enum Needs {
     Gpu,
     /// The same, and nothing of this process on the GPU beside it: for figures, and for what concerns the whole context.
     GpuAlone,
+    /// The same of two GPUs. Ignored with fewer, unless `MOE_BACKEND` names several.
+    TwoGpusAlone,
     /// NVRTC.
     Compiler,
     /// Nothing.
@@ -46,10 +50,11 @@ pub static TURN: RwLock<()> = RwLock::new(());
 
 /// Every trial of this module.
 pub fn trials() -> Vec<Trial> {
-    let is_asked_for = std::env::var("MOE_BACKEND").is_ok_and(|name| name.starts_with("cuda"));
+    let backend = std::env::var("MOE_BACKEND").unwrap_or_default();
+    let (is_asked_for, num_asked_for) = (backend.starts_with("cuda"), Backend::ordinals(&backend).map_or(0, |gpus| gpus.len()));
     let has_compiler = Nvrtc::get().is_ok();
-    let has_gpu = has_compiler && Device::count().is_ok_and(|num| num > 0);
-    let modules: [&[(&str, Needs, Test)]; 12] = [
+    let num_gpus = if has_compiler { Device::count().unwrap_or(0) } else { 0 };
+    let modules: [&[(&str, Needs, Test)]; 13] = [
         cast::TRIALS,
         compile::TRIALS,
         costs::TRIALS,
@@ -57,6 +62,7 @@ pub fn trials() -> Vec<Trial> {
         gate::TRIALS,
         graphs::TRIALS,
         launches::TRIALS,
+        links::TRIALS,
         memory::TRIALS,
         shapes::TRIALS,
         shareable::TRIALS,
@@ -70,12 +76,13 @@ pub fn trials() -> Vec<Trial> {
     let all = modules.into_iter().flatten().chain(adapters).copied().chain(ep::trials());
     all.map(|(name, needs, test)| {
         let is_possible = match needs {
-            Needs::Gpu | Needs::GpuAlone => has_gpu,
-            Needs::Compiler => has_compiler,
+            Needs::Gpu | Needs::GpuAlone => num_gpus > 0 || is_asked_for,
+            Needs::TwoGpusAlone => num_gpus > 1 || num_asked_for > 1,
+            Needs::Compiler => has_compiler || is_asked_for,
             Needs::Nothing => true,
         };
         let run = move || match needs {
-            Needs::GpuAlone => {
+            Needs::GpuAlone | Needs::TwoGpusAlone => {
                 let _turn = TURN.write().unwrap_or_else(PoisonError::into_inner);
                 test()
             }
@@ -84,7 +91,7 @@ pub fn trials() -> Vec<Trial> {
                 test()
             }
         };
-        Trial::test(format!("gpu::{name}"), run).with_ignored_flag(!is_possible && !is_asked_for)
+        Trial::test(format!("gpu::{name}"), run).with_ignored_flag(!is_possible)
     })
     .collect()
 }

@@ -54,6 +54,20 @@ pub struct Traffic {
     pub combine_moved_bytes: u64,
 }
 
+/// Bytes that leave the GPU of a rank in one call.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct LinkBytes {
+    pub dispatch: u64,
+    pub combine: u64,
+}
+
+impl std::ops::AddAssign for LinkBytes {
+    fn add_assign(&mut self, other: Self) {
+        self.dispatch += other.dispatch;
+        self.combine += other.combine;
+    }
+}
+
 impl std::ops::AddAssign for Traffic {
     fn add_assign(&mut self, other: Self) {
         self.rows_out += other.rows_out;
@@ -115,6 +129,18 @@ impl Case {
 
     /// What one rank moves.
     pub fn traffic(&self, rank: usize) -> Result<Traffic> {
+        self.traffic_beyond(rank, |other| other == rank)
+    }
+
+    /// What leaves one rank for ranks on other GPUs, when ranks take turns on `num_gpus`; with one, for other ranks.
+    pub fn link_bytes(&self, rank: usize, num_gpus: usize) -> Result<LinkBytes> {
+        let is_near = |other: usize| if num_gpus > 1 { other % num_gpus == rank % num_gpus } else { other == rank };
+        let traffic = self.traffic_beyond(rank, is_near)?;
+        Ok(LinkBytes { dispatch: traffic.dispatch_out_bytes, combine: traffic.combine_out_bytes })
+    }
+
+    /// What one rank moves, and of that as what leaves it that which goes to others than those that are near.
+    fn traffic_beyond(&self, rank: usize, is_near: impl Fn(usize) -> bool) -> Result<Traffic> {
         let (c, plan) = (&self.config, self.config.plan(self.ranks)?);
         let x_row_bytes = c.hidden * c.dtype.size();
         let each_route = c.layout.is_by_expert() && c.reduce == Reduce::AtSource;
@@ -128,12 +154,12 @@ impl Case {
                     seen |= 1 << route.rank;
                     let travels = is_first || each_route;
                     if source == rank {
-                        t.rows_out += u64::from(is_first && route.rank != rank);
+                        t.rows_out += u64::from(is_first && !is_near(route.rank));
                         sum_rows += u64::from(travels);
                     }
                     if route.rank == rank {
                         t.rows_in += u64::from(is_first);
-                        t.combine_out_bytes += if travels && source != rank { plan.wire_row_bytes as u64 } else { 0 };
+                        t.combine_out_bytes += if travels && !is_near(source) { plan.wire_row_bytes as u64 } else { 0 };
                     }
                 }
             }
@@ -141,7 +167,8 @@ impl Case {
         let ranks_of =
             |token: &Vec<Option<Route>>| token.iter().flatten().filter(|r| r.slot.is_some()).fold(0u64, |seen, r| seen | 1 << r.rank);
         let rows_all: u64 = self.placed.routes[rank].iter().map(|token| u64::from(ranks_of(token).count_ones())).sum();
-        t.metadata_bytes = t.rows_out * record_bytes as u64 + 8 * (plan.num_count_words * (self.ranks - 1)) as u64;
+        let num_far = (0..self.ranks).filter(|&other| !is_near(other)).count();
+        t.metadata_bytes = t.rows_out * record_bytes as u64 + 8 * (plan.num_count_words * num_far) as u64;
         t.dispatch_out_bytes = t.rows_out * plan.row_bytes as u64 + t.metadata_bytes;
         t.dispatch_in_bytes = t.rows_in * plan.row_bytes as u64;
         t.dispatch_moved_bytes = (self.num_tokens(rank) * x_row_bytes) as u64 + rows_all * plan.row_bytes as u64;
@@ -302,5 +329,62 @@ fn fill(dtype: DType, random: &SplitMix64, row: &mut [u8]) {
     for (i, chunk) in row.chunks_mut(8).enumerate() {
         let word = random.at(i as u64) & random_bits | set_bits;
         chunk.copy_from_slice(&word.to_le_bytes()[..chunk.len()]);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use moe_kernels::ep::Layout;
+    use moe_kernels::routing::synthetic::{Kind, Synthetic};
+
+    use super::*;
+
+    fn case(ranks: usize, tokens: usize, layout: Layout, reduce: Reduce) -> Case {
+        let of_rank = |rank| Synthetic { kind: Kind::Uniform, num_experts: 16, k: 3, seed: 1, stream: rank as u64 }.routes(tokens).unwrap();
+        let config = Config { layout, reduce, ..Config::new(64, DType::BF16, 16, 3, tokens) };
+        Case::of(config, 1, (0..ranks).map(of_rank).collect()).unwrap()
+    }
+
+    /// Rows that one rank sends to another: by hand, from the routes.
+    fn rows(case: &Case, from: usize, to: usize) -> u64 {
+        let routes = &case.routes[from];
+        let goes = |token: &&[i32]| token.iter().any(|&expert| expert as usize * case.ranks / 16 == to);
+        routes.topk_idx.chunks(3).filter(goes).count() as u64
+    }
+
+    #[test]
+    fn what_leaves_a_gpu() {
+        let case = case(4, 50, Layout::ByToken, Reduce::AtRank);
+        let plan = case.config.plan(4).unwrap();
+        for num_gpus in [1, 2, 3, 4] {
+            for rank in 0..4 {
+                let is_far = |other: &usize| if num_gpus == 1 { *other != rank } else { other % num_gpus != rank % num_gpus };
+                let far: Vec<usize> = (0..4).filter(is_far).collect();
+                let sent: u64 = far.iter().map(|&to| rows(&case, rank, to)).sum();
+                let returned: u64 = far.iter().map(|&from| rows(&case, from, rank)).sum();
+                let words = 8 * (plan.num_count_words * far.len()) as u64;
+                let want = LinkBytes {
+                    dispatch: sent * (plan.row_bytes + plan.record_bytes) as u64 + words,
+                    combine: returned * plan.wire_row_bytes as u64,
+                };
+                assert_eq!(case.link_bytes(rank, num_gpus).unwrap(), want, "rank {rank} of 4 on {num_gpus} GPUs");
+                assert!(want.dispatch > 0 && want.combine > 0);
+            }
+        }
+        // One GPU a rank: all that leaves the rank, as with ranks that share one.
+        for rank in 0..4 {
+            let traffic = case.traffic(rank).unwrap();
+            let all = LinkBytes { dispatch: traffic.dispatch_out_bytes, combine: traffic.combine_out_bytes };
+            assert_eq!([1, 4].map(|num_gpus| case.link_bytes(rank, num_gpus).unwrap()), [all; 2]);
+        }
+    }
+
+    #[test]
+    fn expert_rows_travel_one_by_one_where_the_source_sums() {
+        let layout = Layout::ByExpert { segment_align: 1 };
+        let [at_rank, at_source] = [Reduce::AtRank, Reduce::AtSource].map(|reduce| case(2, 50, layout, reduce).link_bytes(0, 2).unwrap());
+        assert_eq!(at_rank.dispatch, at_source.dispatch);
+        // Of 3 of 16 experts often two are on one rank.
+        assert!(at_source.combine > at_rank.combine, "{at_source:?} {at_rank:?}");
     }
 }

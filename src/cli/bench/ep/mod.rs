@@ -15,10 +15,11 @@ use moe_kernels::ep::Rendezvous;
 use moe_kernels::ep::World;
 use moe_kernels::gpu::Stream;
 use moe_kernels::measure::ceiling::{self, CopyCeiling};
+use moe_kernels::measure::link::{LinkCeiling, MAX_GPUS, link_ceiling};
 use moe_kernels::measure::{IdleReport, idle};
 use moe_kernels::{Backend, Result};
 
-use self::case::Case;
+use self::case::{Case, LinkBytes};
 use self::options::{Launching, Programmatic, Shape, invalid};
 use self::rank::{Arm, Gate, Plan, RankResult};
 use self::record::{Job, Record, Run};
@@ -169,13 +170,13 @@ pub fn bench(phase: Phase, arguments: &Arguments, output: &mut Output) -> Result
     for &tokens in &arguments.shape.tokens {
         let plan = arguments.plan(phase, tokens, &backend)?;
         let case = Case::new(&arguments.shape, tokens)?;
-        let copies = copies(&backend, &case)?;
+        let ceilings = Ceilings::measure(&backend, &case)?;
         let gate = Gate::new(&backend, case.ranks)?;
         for &is_programmatic in arguments.launching.programmatic.each() {
             let backend = launching(&backend, is_programmatic);
             for plan in arguments.swept(&plan) {
                 let results = World::run(&backend, case.ranks, |world| rank::run(&world, &case, &plan, gate.clone()))?;
-                runs.push(Run::new(&case, &plan, is_programmatic, rank::all(results)?, copies)?);
+                runs.push(Run::new(&case, &plan, is_programmatic, rank::all(results)?, &ceilings)?);
             }
         }
         progress.step();
@@ -202,19 +203,65 @@ fn finish(
     Ok(is_right)
 }
 
-/// The best copies of what all ranks of a GPU move in a dispatch and in a combine; nothing on a CPU.
-pub fn copies(backend: &Backend, case: &Case) -> Result<Option<[CopyCeiling; 2]>> {
-    let Backend::Cuda(cuda) = backend else { return Ok(None) };
-    let mut all = case::Traffic::default();
-    for rank in 0..case.ranks {
-        all += case.traffic(rank)?;
+/// What the GPUs of a run can do at best, measured in the same run. Of each pair the first is for dispatch, the second for combine.
+#[derive(Debug, Clone, Copy)]
+pub struct Ceilings {
+    /// GPUs on which ranks take turns; 1 on a CPU.
+    pub num_gpus: usize,
+    /// The best copies of what all ranks of the first GPU move; nothing on a CPU.
+    pub copies: Option<[CopyCeiling; 2]>,
+    /// The best that links do with as many bytes as leave the GPU of which most do; nothing where all ranks share one.
+    pub links: Option<[LinkCeiling; 2]>,
+}
+
+impl Ceilings {
+    /// Those of a CPU, and of ranks that leave it to another to measure.
+    pub fn absent() -> Self {
+        Ceilings { num_gpus: 1, copies: None, links: None }
     }
-    let stream = Stream::new(cuda.device())?;
-    let least = 32; // what the ceiling's copy takes at least
-    let [dispatch, combine] = [all.dispatch_moved_bytes, all.combine_moved_bytes].map(|bytes| bytes.max(least));
-    let first = ceiling::copy(&stream, dispatch)?;
-    let second = if combine == dispatch { first } else { ceiling::copy(&stream, combine)? };
-    Ok(Some([first, second]))
+
+    pub fn measure(backend: &Backend, case: &Case) -> Result<Self> {
+        let Backend::Cuda(cuda) = backend else { return Ok(Ceilings::absent()) };
+        let gpus = &cuda.gpus()[..cuda.gpus().len().min(case.ranks)];
+        let mut all = case::Traffic::default();
+        for rank in (0..case.ranks).step_by(gpus.len()) {
+            all += case.traffic(rank)?;
+        }
+        let stream = Stream::new(cuda.device())?;
+        let least = 32; // what the ceiling's copy takes at least
+        let moved = [all.dispatch_moved_bytes, all.combine_moved_bytes].map(|bytes| bytes.max(least));
+        let copies = twice(moved, 0, |bytes| ceiling::copy(&stream, bytes))?;
+        let links = match gpus.len() {
+            1 => None,
+            2..=MAX_GPUS => {
+                let most = most_link_bytes(case, gpus.len())?;
+                // Arbitrary: about what one token sends. Ceilings of sizes that differ by less than 3 % are the same.
+                let bytes = [most.dispatch, most.combine].map(|bytes| bytes.max(64 << 10));
+                Some(twice(bytes, bytes[0] / 32, |bytes| link_ceiling(gpus, bytes))?)
+            }
+            num => return Err(invalid("--backend", format!("{num} GPUs"), format!("at most {MAX_GPUS}"))),
+        };
+        Ok(Ceilings { num_gpus: gpus.len(), copies: Some(copies), links })
+    }
+}
+
+/// The bytes of dispatch and of combine that leave the GPU from which most do.
+fn most_link_bytes(case: &Case, num_gpus: usize) -> Result<LinkBytes> {
+    let mut most = LinkBytes::default();
+    for gpu in 0..num_gpus {
+        let mut own = LinkBytes::default();
+        for rank in (gpu..case.ranks).step_by(num_gpus) {
+            own += case.link_bytes(rank, num_gpus)?;
+        }
+        most = LinkBytes { dispatch: most.dispatch.max(own.dispatch), combine: most.combine.max(own.combine) };
+    }
+    Ok(most)
+}
+
+/// A measurement of both sizes; one for both when they are no further apart than that.
+fn twice<T: Copy>([first, second]: [u64; 2], apart: u64, measure: impl Fn(u64) -> Result<T>) -> Result<[T; 2]> {
+    let of_first = measure(first)?;
+    Ok([of_first, if first.abs_diff(second) <= apart { of_first } else { measure(second)? }])
 }
 
 #[cfg(target_os = "linux")]
@@ -248,18 +295,21 @@ mod processes {
         let backend = backend(&arguments.shape, &arguments.launching)?;
         let cases: Vec<Case> = arguments.shape.tokens.iter().map(|&tokens| Case::new(&arguments.shape, tokens)).collect::<Result<_>>()?;
         // Alone on the GPU, as far as this program goes: the others wait for rank 0.
-        let copies: Vec<_> = cases.iter().map(|case| if is_first { copies(&backend, case) } else { Ok(None) }).collect::<Result<_>>()?;
+        let ceilings: Vec<_> = cases
+            .iter()
+            .map(|case| if is_first { Ceilings::measure(&backend, case) } else { Ok(Ceilings::absent()) })
+            .collect::<Result<_>>()?;
         let mut runs = Vec::new();
         let [is_programmatic] = *arguments.launching.programmatic.each() else {
             return Err(invalid("--programmatic", "both", "on or off with --processes, which meet once"));
         };
         let world = World::join(&launching(&backend, is_programmatic), rendezvous)?;
-        for (case, copies) in cases.iter().zip(copies) {
+        for (case, ceilings) in cases.iter().zip(&ceilings) {
             let plan = arguments.plan(phase, case.num_tokens(0), &backend)?;
             let result = rank::run(&world, case, &plan, None);
             let all = gather(&world, result)?;
             if is_first {
-                runs.push(Run::new(case, &plan, is_programmatic, all, copies)?);
+                runs.push(Run::new(case, &plan, is_programmatic, all, ceilings)?);
             }
         }
         let Some(json) = json else { return Ok(true) };
@@ -277,4 +327,37 @@ pub fn gather<T: serde::Serialize + serde::de::DeserializeOwned>(world: &World, 
 /// The results of one rank by arm.
 pub fn samples(result: &RankResult, arm: Arm) -> Option<&[f64]> {
     result.samples.iter().find(|(other, _)| *other == arm).map(|(_, samples)| samples.as_slice())
+}
+
+#[cfg(test)]
+mod tests {
+    use moe_kernels::DType;
+    use moe_kernels::ep::Config;
+    use moe_kernels::routing::Routes;
+
+    use super::*;
+
+    /// Rank 0 has more tokens than rank 1, which has the only expert that they go to.
+    #[test]
+    fn the_busiest_gpu_counts() {
+        let routes = |num_tokens: usize| Routes { topk_idx: vec![3; num_tokens], topk_weights: vec![1.0; num_tokens], num_tokens, k: 1 };
+        let case = Case::of(Config::new(64, DType::BF16, 4, 1, 20), 1, vec![routes(20), routes(5)]).unwrap();
+        let plan = case.config.plan(2).unwrap();
+        let most = most_link_bytes(&case, 2).unwrap();
+        assert_eq!(most.combine, 20 * plan.wire_row_bytes as u64);
+        assert_eq!(most.dispatch, (20 * (plan.row_bytes + plan.record_bytes) + 8 * plan.num_count_words) as u64);
+    }
+
+    #[test]
+    fn sizes_that_are_alike_are_measured_once() {
+        let measured = std::cell::RefCell::new(Vec::new());
+        let measure = |bytes| {
+            measured.borrow_mut().push(bytes);
+            Ok(bytes)
+        };
+        assert_eq!(twice([100, 100], 0, measure).unwrap(), [100, 100]);
+        assert_eq!(twice([100, 97], 3, measure).unwrap(), [100, 100]);
+        assert_eq!(twice([100, 104], 3, measure).unwrap(), [100, 104]);
+        assert_eq!(measured.into_inner(), [100, 100, 100, 104]);
+    }
 }

@@ -2,16 +2,22 @@
 #![forbid(unsafe_code)]
 
 use moe_kernels::Result;
+use moe_kernels::measure::link::LinkCeiling;
 use moe_kernels::measure::{Statistics, report};
 
-use super::record::{Job, RankRecord, Record, Run};
+use super::record::{GpuRecord, Job, RankRecord, Record, Run, Use};
 use crate::output::Output;
 
 /// Prints every run, then what is wrong.
 pub fn print(record: &Record, output: &mut Output) -> Result<()> {
     let Job { ranks, hidden, top_k, experts, dtype, layout, mode, wire, routing, .. } = &record.job;
     let what = if record.job.is_processes { "processes" } else { "threads" };
-    let on = record.job.gpu.as_ref().map_or_else(|| "the CPU".to_owned(), |gpu| format!("one {gpu} that they share"));
+    let on = match (&record.job.gpu, record.job.num_gpus) {
+        (None, _) => "the CPU".to_owned(),
+        (Some(gpu), 0 | 1) => format!("one {gpu} that they share"),
+        (Some(gpu), num) if num == *ranks => format!("{num} {gpu}, one each"),
+        (Some(gpu), num) => format!("{num} {gpu} that they share in turns"),
+    };
     output.line(format_args!("{ranks} ranks ({what}) on {on}"))?;
     output.line(format_args!(
         "hidden {hidden}, {dtype}, top {top_k} of {experts} experts, {routing} routing, {layout}, {mode}, wire {wire}"
@@ -67,9 +73,19 @@ fn print_run(run: &Run, output: &mut Output) -> Result<()> {
         _ => "-".into(),
     };
     let least = |value: fn(&RankRecord) -> Option<f64>| run.ranks.iter().filter_map(value).reduce(f64::min);
-    let row = |name: &str, times: Option<Statistics>, copy: String, link: Option<f64>, algorithm: Option<f64>| {
+    // Of several GPUs the one whose link is used least; of one what leaves its ranks.
+    let link = |of_gpu: fn(&GpuRecord) -> Option<Use>, of_rank: fn(&RankRecord) -> Option<f64>| {
+        let least_used = run.gpus.iter().filter_map(of_gpu).min_by(|a, b| a.bytes_per_second.total_cmp(&b.bytes_per_second));
+        let ratio = or_dash(least_used, |used| format!("{:.3}", used.of_ceiling));
+        [or_dash(least_used.map(|used| used.bytes_per_second).or_else(|| least(of_rank)), giga), ratio]
+    };
+    let nothing = || ["-".to_owned(), "-".to_owned()];
+    let row = |name: &str, times: Option<Statistics>, copy: String, [link, of_link]: [String; 2], algorithm: Option<f64>| {
         times.map(|t| {
-            vec![name.to_owned(), us(t.median), us(t.mean), us(t.sd), us(t.min), or_dash(link, giga), or_dash(algorithm, giga), copy]
+            let mut cells = vec![name.to_owned(), us(t.median), us(t.mean), us(t.sd), us(t.min), link];
+            cells.extend((!run.gpus.is_empty()).then_some(of_link));
+            cells.extend([or_dash(algorithm, giga), copy]);
+            cells
         })
     };
     let rows = [
@@ -77,22 +93,30 @@ fn print_run(run: &Run, output: &mut Output) -> Result<()> {
             "dispatch",
             slowest.dispatch,
             of_copy(slowest.dispatch, &run.copy_of_dispatch),
-            least(|r| r.dispatch_link_bytes_per_second),
+            link(|gpu| gpu.dispatch, |rank| rank.dispatch_link_bytes_per_second),
             least(|r| r.dispatch_algorithm_bytes_per_second),
         ),
-        row("payload alone", slowest.payload_alone, of_copy(slowest.payload_alone, &run.copy_of_dispatch), None, None),
-        row("skip payload", slowest.skip_payload, "-".into(), None, None),
-        row("local rows", slowest.local, "-".into(), None, None),
+        row(
+            "payload alone",
+            slowest.payload_alone,
+            of_copy(slowest.payload_alone, &run.copy_of_dispatch),
+            link(|gpu| gpu.payload_alone, |_| None),
+            None,
+        ),
+        row("skip payload", slowest.skip_payload, "-".into(), nothing(), None),
+        row("local rows", slowest.local, "-".into(), nothing(), None),
         row(
             "combine",
             slowest.combine,
             of_copy(slowest.combine, &run.copy_of_combine),
-            least(|r| r.combine_link_bytes_per_second),
+            link(|gpu| gpu.combine, |rank| rank.combine_link_bytes_per_second),
             least(|r| r.combine_algorithm_bytes_per_second),
         ),
-        row("pair", slowest.pair, "-".into(), None, None),
+        row("pair", slowest.pair, "-".into(), nothing(), None),
     ];
-    let header = ["<us", "median", "mean", "sd", "best", "link GB/s", "algorithm GB/s", "of the copy"];
+    let mut header = vec!["<us", "median", "mean", "sd", "best", "link GB/s"];
+    header.extend((!run.gpus.is_empty()).then_some("of the link"));
+    header.extend(["algorithm GB/s", "of the copy"]);
     output.table(&header, rows.into_iter().flatten())?;
     if let (Some(overhead), Some(share)) = (slowest.overhead, slowest.routing_share) {
         output.line(format_args!("overhead {} us, {:.1} % of a dispatch", us(overhead), 100.0 * share))?;
@@ -104,6 +128,12 @@ fn print_run(run: &Run, output: &mut Output) -> Result<()> {
             report::bytes(copy.moved_bytes),
             us(copy.best_seconds)
         ))?;
+    }
+    if let (Some(dispatch), Some(combine)) = (&run.links_of_dispatch, &run.links_of_combine) {
+        output.line(of_links(dispatch))?;
+        if combine.bytes != dispatch.bytes {
+            output.line(of_links(combine))?;
+        }
     }
     let range = |value: fn(&RankRecord) -> u64| {
         let (least, most) = run.ranks.iter().map(value).fold((u64::MAX, 0), |(least, most), n| (least.min(n), most.max(n)));
@@ -120,7 +150,9 @@ fn print_run(run: &Run, output: &mut Output) -> Result<()> {
         vec![
             rank.rank.to_string(),
             or_dash(rank.times.dispatch, |t| us(t.median)),
+            or_dash(rank.times.dispatch, |t| us(t.sd)),
             or_dash(rank.times.combine, |t| us(t.median)),
+            or_dash(rank.times.combine, |t| us(t.sd)),
             or_dash(rank.dispatch_link_bytes_per_second, giga),
             or_dash(rank.combine_link_bytes_per_second, giga),
             host(|h| h.dispatch.median),
@@ -129,7 +161,18 @@ fn print_run(run: &Run, output: &mut Output) -> Result<()> {
             host(|h| h.bare_launch_in_turns.median),
         ]
     };
-    // Link: GB/s that leave the rank. Host: what a call takes it, beside a bare launch, and one of two kernels in turns.
-    let header = ["rank", "dispatch", "combine", "link d", "link c", "host d", "host c", "bare", "in turns"];
+    // Link: GB/s that leave the rank for other GPUs, or for other ranks of the one that all share. Host: what a call takes it, beside a bare launch, and one of two kernels in turns.
+    let header = ["rank", "dispatch", "sd", "combine", "sd", "link d", "link c", "host d", "host c", "bare", "in turns"];
     output.table(&header, run.ranks.iter().map(of_rank))
+}
+
+/// What links can do at best with some bytes.
+fn of_links(links: &LinkCeiling) -> String {
+    let [write, read, engine] = [&links.write, &links.read, &links.copy_engine]
+        .map(|way| format!("{} ({})", giga(way.together.bytes_per_second), giga(way.alone.bytes_per_second)));
+    let (cached, trip) = (if links.is_beyond_cache { "" } else { ", within the cache" }, us(links.round_trip.median));
+    format!(
+        "links, all at once (alone), {} a GPU{cached}: written {write}, read {read}, copied {engine} GB/s; signal and back {trip} us",
+        report::bytes(links.bytes)
+    )
 }

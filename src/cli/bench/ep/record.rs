@@ -3,12 +3,13 @@
 
 use moe_kernels::ep::{Launches, Tuning};
 use moe_kernels::measure::ceiling::CopyCeiling;
+use moe_kernels::measure::link::LinkCeiling;
 use moe_kernels::measure::{Environment, IdleReport, Statistics};
 use moe_kernels::{Backend, Result};
 
 use super::case::{Case, Traffic};
 use super::rank::{Arm, Plan, RankResult};
-use super::{Arguments, Phase};
+use super::{Arguments, Ceilings, Phase};
 use crate::bench::statistics;
 
 /// Everything.
@@ -29,6 +30,8 @@ pub struct Job {
     pub backend: &'static str,
     /// The model of the GPU.
     pub gpu: Option<String>,
+    /// GPUs on which ranks take turns; 0 on a CPU.
+    pub num_gpus: usize,
     pub ranks: usize,
     pub is_processes: bool,
     pub hidden: usize,
@@ -62,6 +65,10 @@ impl Job {
             gpu: match backend {
                 Backend::Cuda(cuda) => Some(cuda.device().properties().name.clone()),
                 _ => None,
+            },
+            num_gpus: match backend {
+                Backend::Cuda(cuda) => cuda.gpus().len().min(s.ranks),
+                _ => 0,
             },
             ranks: s.ranks,
             is_processes: s.processes,
@@ -100,11 +107,16 @@ pub struct Run {
     pub slowest: Times,
     /// By rank.
     pub ranks: Vec<RankRecord>,
+    /// By GPU, when ranks are on several: its number among those of the backend.
+    pub gpus: Vec<GpuRecord>,
     /// All ranks.
     pub traffic: Traffic,
-    /// The best copy of what a dispatch of all ranks reads and writes, and of what their combine does; measured in the same run.
+    /// The best copy of what a dispatch of all ranks of the first GPU reads and writes, and of what their combine does; measured in the same run.
     pub copy_of_dispatch: Option<CopyCeiling>,
     pub copy_of_combine: Option<CopyCeiling>,
+    /// The best that links do with as many bytes as leave the busiest GPU in a dispatch, and in a combine, when ranks are on several.
+    pub links_of_dispatch: Option<LinkCeiling>,
+    pub links_of_combine: Option<LinkCeiling>,
     pub launches: Option<Launches>,
     /// Launches of a dispatch and of a combine.
     pub num_launches: Option<[usize; 2]>,
@@ -127,13 +139,63 @@ pub struct Times {
     pub routing_share: Option<f64>,
 }
 
+/// What a GPU's links carry, of all its ranks: bytes that leave it, against what links do at best when all directions are busy.
+#[derive(Debug, serde::Serialize)]
+pub struct GpuRecord {
+    pub gpu: usize,
+    pub num_ranks: usize,
+    /// Against a kernel that writes.
+    pub dispatch: Option<Use>,
+    pub payload_alone: Option<Use>,
+    /// Against a kernel that reads.
+    pub combine: Option<Use>,
+}
+
+/// How well a link is used.
+#[derive(Debug, Clone, Copy, PartialEq, serde::Serialize)]
+pub struct Use {
+    pub bytes: u64,
+    /// In the median of the GPU's slowest rank.
+    pub bytes_per_second: f64,
+    pub of_ceiling: f64,
+}
+
+impl Use {
+    /// `None` when a rank has no time.
+    fn new(bytes: u64, times: impl Iterator<Item = Option<Statistics>>, ceiling: f64) -> Option<Self> {
+        let slowest = times.map(|time| time.map(|time| time.median)).reduce(|a, b| Some(a?.max(b?)))??;
+        let bytes_per_second = bytes as f64 / slowest;
+        Some(Use { bytes, bytes_per_second, of_ceiling: bytes_per_second / ceiling })
+    }
+}
+
+impl GpuRecord {
+    /// `write` and `read`: bytes per second of the ceilings.
+    fn new(gpu: usize, ranks: &[RankRecord], write: f64, read: f64) -> Self {
+        let own = || ranks.iter().filter(|rank| rank.gpu == gpu);
+        let dispatch_bytes = own().map(|rank| rank.dispatch_link_bytes).sum();
+        GpuRecord {
+            gpu,
+            num_ranks: own().count(),
+            dispatch: Use::new(dispatch_bytes, own().map(|rank| rank.times.dispatch), write),
+            payload_alone: Use::new(dispatch_bytes, own().map(|rank| rank.times.payload_alone), write),
+            combine: Use::new(own().map(|rank| rank.combine_link_bytes).sum(), own().map(|rank| rank.times.combine), read),
+        }
+    }
+}
+
 /// One rank.
 #[derive(serde::Serialize)]
 pub struct RankRecord {
     pub rank: usize,
+    /// Its GPU's number among those of the backend.
+    pub gpu: usize,
     pub times: Times,
     pub traffic: Traffic,
-    /// Bytes that leave the rank, per second of a dispatch and of a combine.
+    /// Bytes that leave the rank's GPU for others in a dispatch and in a combine; where all ranks share one, those that leave the rank.
+    pub dispatch_link_bytes: u64,
+    pub combine_link_bytes: u64,
+    /// The same per second.
     pub dispatch_link_bytes_per_second: Option<f64>,
     pub combine_link_bytes_per_second: Option<f64>,
     /// Bytes of received rows, its own included.
@@ -156,13 +218,8 @@ pub struct Host {
 }
 
 impl Run {
-    pub fn new(
-        case: &Case,
-        plan: &Plan,
-        is_programmatic: bool,
-        results: Vec<RankResult>,
-        copies: Option<[CopyCeiling; 2]>,
-    ) -> Result<Self> {
+    pub fn new(case: &Case, plan: &Plan, is_programmatic: bool, results: Vec<RankResult>, ceilings: &Ceilings) -> Result<Self> {
+        let Ceilings { num_gpus, copies, links } = *ceilings;
         let of = |arm: Arm| -> Vec<&[f64]> { results.iter().filter_map(|result| super::samples(result, arm)).collect() };
         let slowest = |arm: Arm| -> Option<Vec<f64>> {
             let all = of(arm);
@@ -172,7 +229,7 @@ impl Run {
         let mut traffic = Traffic::default();
         let mut ranks = Vec::new();
         for result in &results {
-            let own = case.traffic(result.rank)?;
+            let (own, link) = (case.traffic(result.rank)?, case.link_bytes(result.rank, num_gpus)?);
             traffic += own;
             let times = Times::new(|arm| super::samples(result, arm).map(<[f64]>::to_vec))?;
             let per_second = |bytes: u64, time: &Option<Statistics>| time.map(|time| bytes as f64 / time.median);
@@ -182,8 +239,11 @@ impl Run {
             };
             ranks.push(RankRecord {
                 rank: result.rank,
-                dispatch_link_bytes_per_second: per_second(own.dispatch_out_bytes, &times.dispatch),
-                combine_link_bytes_per_second: per_second(own.combine_out_bytes, &times.combine),
+                gpu: result.rank % num_gpus,
+                dispatch_link_bytes: link.dispatch,
+                combine_link_bytes: link.combine,
+                dispatch_link_bytes_per_second: per_second(link.dispatch, &times.dispatch),
+                combine_link_bytes_per_second: per_second(link.combine, &times.combine),
                 dispatch_algorithm_bytes_per_second: per_second(own.dispatch_in_bytes, &times.dispatch),
                 combine_algorithm_bytes_per_second: per_second(own.combine_in_bytes, &times.combine),
                 times,
@@ -197,10 +257,16 @@ impl Run {
             tuning: plan.tuning,
             rounds: plan.rounds,
             slowest: Times::new(slowest)?,
+            gpus: links.map_or_else(Vec::new, |[dispatch, combine]| {
+                let (write, read) = (dispatch.write.together.bytes_per_second, combine.read.together.bytes_per_second);
+                (0..num_gpus).map(|gpu| GpuRecord::new(gpu, &ranks, write, read)).collect()
+            }),
             ranks,
             traffic,
             copy_of_dispatch: copies.map(|[dispatch, _]| dispatch),
             copy_of_combine: copies.map(|[_, combine]| combine),
+            links_of_dispatch: links.map(|[dispatch, _]| dispatch),
+            links_of_combine: links.map(|[_, combine]| combine),
             launches: results.first().and_then(|result| result.launches),
             num_launches: results.first().and_then(|result| result.num_launches),
             wrong: results.into_iter().flat_map(|result| result.wrong).collect(),
@@ -246,5 +312,47 @@ impl Host {
             bare_launch,
             bare_launch_in_turns: statistics(&host.bare_in_turns)?,
         })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A rank whose samples of dispatch and of payload are all `seconds`, and those of a pair three times that.
+    fn rank(rank: usize, gpu: usize, bytes: [u64; 2], seconds: f64) -> RankRecord {
+        let samples = |arm: Arm| match arm {
+            Arm::Dispatch => Some(vec![seconds; 3]),
+            Arm::Pair => Some(vec![3.0 * seconds; 3]),
+            _ => None,
+        };
+        RankRecord {
+            rank,
+            gpu,
+            times: Times::new(samples).unwrap(),
+            traffic: Traffic::default(),
+            dispatch_link_bytes: bytes[0],
+            combine_link_bytes: bytes[1],
+            dispatch_link_bytes_per_second: None,
+            combine_link_bytes_per_second: None,
+            dispatch_algorithm_bytes_per_second: None,
+            combine_algorithm_bytes_per_second: None,
+            host: None,
+        }
+    }
+
+    #[test]
+    fn links_carry_what_all_ranks_of_a_gpu_send() {
+        let ranks = [rank(0, 0, [100, 40], 2.0), rank(1, 1, [7, 9], 1.0), rank(2, 0, [60, 20], 4.0), rank(3, 1, [3, 1], 0.5)];
+        let gpu = GpuRecord::new(0, &ranks, 50.0, 15.0);
+        assert_eq!((gpu.gpu, gpu.num_ranks), (0, 2));
+        // The slowest of its ranks takes 4 s and 8 s.
+        assert_eq!(gpu.dispatch, Some(Use { bytes: 160, bytes_per_second: 40.0, of_ceiling: 0.8 }));
+        assert_eq!(gpu.combine, Some(Use { bytes: 60, bytes_per_second: 7.5, of_ceiling: 0.5 }));
+        assert_eq!(gpu.payload_alone, None);
+        let other = GpuRecord::new(1, &ranks, 50.0, 15.0);
+        assert_eq!(other.dispatch, Some(Use { bytes: 10, bytes_per_second: 10.0, of_ceiling: 0.2 }));
+        assert_eq!(other.combine, Some(Use { bytes: 10, bytes_per_second: 5.0, of_ceiling: 5.0 / 15.0 }));
+        assert_eq!(GpuRecord::new(2, &ranks, 1.0, 1.0).dispatch, None);
     }
 }
