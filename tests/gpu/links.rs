@@ -41,6 +41,6 @@ fn ceilings() -> Outcome {
 
 fn no_links() -> Outcome {
     let (device, _) = gpu()?;
-    names("one GPU", link_ceiling(&[device.clone()], 1 << 20), "devices", &["[0]", "2 to 8"])?;
+    names("one GPU", link_ceiling(std::slice::from_ref(&device), 1 << 20), "devices", &["[0]", "2 to 8"])?;
     names("a GPU and itself", link_ceiling(&[device.clone(), device], 1 << 20), "devices", &["[0, 0]", "different"])
 }
