@@ -81,6 +81,10 @@ fn bench_as_json() -> Outcome {
     same("combine out", [number(0, "combine_out_bytes"), number(1, "combine_out_bytes")], [Some(9 * row_bytes), Some(0)])?;
     same("combine moves", number(1, "combine_moved_bytes"), Some((9 + 9) * row_bytes))?;
     same("all rows", run["traffic"]["rows_in"].as_u64(), Some(18))?;
+    // All ranks share the CPU: what would go over links is what leaves a rank, and nothing is compared with them.
+    same("link bytes", run["ranks"][1]["dispatch_link_bytes"].as_u64(), number(1, "dispatch_out_bytes"))?;
+    same("GPUs", [&record["job"]["num_gpus"], &run["ranks"][1]["gpu"]].map(Value::as_u64), [Some(0); 2])?;
+    same("links", (run["gpus"].as_array().map(Vec::len), &run["links_of_dispatch"]), (Some(0), &Value::Null))?;
     let per_second = run["ranks"][1]["dispatch_link_bytes_per_second"].as_f64().unwrap_or(0.0);
     let seconds = run["ranks"][1]["times"]["dispatch"]["median"].as_f64().unwrap_or(0.0);
     let bytes = (9 * (row_bytes + 32) + 16) as f64;
