@@ -158,10 +158,10 @@ fn print_links(links: &Links, output: &mut Output) -> Result<()> {
         };
         cells.extend([&ceiling.write, &ceiling.read, &ceiling.copy_engine].map(way));
         let trip = &ceiling.round_trip;
-        cells.push(format!("{:.2} ({:.2} to {:.2})", trip.median * 1e6, trip.min * 1e6, trip.max * 1e6));
+        cells.push(format!("{:.2} ({:.2}, {:.2})", trip.median * 1e6, trip.min * 1e6, trip.max * 1e6));
         cells
     });
-    output.table(&["<bytes of a GPU", "a kernel writes", "a kernel reads", "copy engine", "signal, round trip us"], rows)
+    output.table(&["<bytes of a GPU", "a kernel writes", "a kernel reads", "copy engine", "signal and back"], rows)
 }
 
 fn print(ceilings: &Ceilings, output: &mut Output) -> Result<()> {

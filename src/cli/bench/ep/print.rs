@@ -115,8 +115,8 @@ fn print_run(run: &Run, output: &mut Output) -> Result<()> {
         row("pair", slowest.pair, "-".into(), nothing(), None),
     ];
     let mut header = vec!["<us", "median", "mean", "sd", "best", "link GB/s"];
-    header.extend((!run.gpus.is_empty()).then_some("of the link"));
-    header.extend(["algorithm GB/s", "of the copy"]);
+    header.extend((!run.gpus.is_empty()).then_some("of link"));
+    header.extend(["algorithm", "of copy"]);
     output.table(&header, rows.into_iter().flatten())?;
     if let (Some(overhead), Some(share)) = (slowest.overhead, slowest.routing_share) {
         output.line(format_args!("overhead {} us, {:.1} % of a dispatch", us(overhead), 100.0 * share))?;
