@@ -1,13 +1,14 @@
 #!/usr/bin/env bash
 # Checks of the kernels under compute-sanitizer: out of bounds, races, wrong barriers, reads of memory that nobody wrote.
 #
-#   tests/sanitize.sh [PROGRAM] [FILTER...]
+#   [MOE_BACKEND=cuda:0,1] tests/sanitize.sh [PROGRAM] [FILTER...]
 #
 # PROGRAM is the program `moe` [target/release/moe]; each FILTER is a part of names of groups of `moe check` (see there). Needs a GPU and the CUDA
-# toolkit; takes some minutes. Fails when a tool finds anything, or when a check fails.
+# toolkit; takes some minutes. MOE_BACKEND says which GPUs [cuda: the first]. Fails when a tool finds anything, or when a check fails.
 set -euo pipefail
 
 program=${1:-target/release/moe}
+backend=${MOE_BACKEND:-cuda}
 shift || true
 # One group of each form and of each mapping of rows to blocks; a group more of a type changes no access.
 filters=("$@")
@@ -15,7 +16,8 @@ filters=("$@")
     "gate gate bf16 bf16 fused" "gate gate_mul_add bf16 f32 framework" "gate gate_append_topk f16 f16 fused" "gate sigmoid_mul f32 f32 framework"
     "cast given scale, list, bf16 to e5m2fnuz" "cast given scale, grouped, f32 to bf16" "cast current scale, f16 to e5m2fnuz"
     "cast 1x128 scales, deepgemm power of two false, ColumnMajor of f32, bf16 to e5m2, grouped" "cast 1x32 scales, mx, RowMajor of e8m0, f16 to e5m2fnuz, grouped"
-    "dispatch under a sanitizer" "combine under a sanitizer"
+    "dispatch under a sanitizer, by token" "dispatch under a sanitizer, low latency" "dispatch under a sanitizer, by expert, quantised"
+    "combine under a sanitizer, by token" "combine under a sanitizer, by expert, scaled" "combine under a sanitizer, by expert, at source"
 )
 # Ranks that share the GPU wait for each other: not in one queue, not for a kernel that is loaded, and longer than without a tool.
 export CUDA_DEVICE_MAX_CONNECTIONS=32 CUDA_MODULE_LOADING=EAGER MOE_TIMEOUT_SCALE=${MOE_TIMEOUT_SCALE:-20}
@@ -31,16 +33,16 @@ fi
 
 logs=$(mktemp -d)
 trap 'rm -rf "$logs"' EXIT
-export program sanitizer logs
+export program backend sanitizer logs
 
 # Kernels are compiled before, by processes that no tool watches.
 plain() {
-    "$program" check --backend cuda --filter "$1" >"$logs/plain-$2" 2>&1 || { cat "$logs/plain-$2"; return 255; }
+    "$program" check --backend "$backend" --filter "$1" >"$logs/plain-$2" 2>&1 || { cat "$logs/plain-$2"; return 255; }
 }
 # Runs one tool over one filter. Other libraries' memory is not ours to judge: no check of leaks.
 check() {
     local log="$logs/$1-$3" start=$SECONDS
-    if "$sanitizer" --tool "$1" --error-exitcode 9 --print-limit 10 "$program" check --backend cuda --filter "$2" >"$log" 2>&1; then
+    if "$sanitizer" --tool "$1" --error-exitcode 9 --print-limit 10 "$program" check --backend "$backend" --filter "$2" >"$log" 2>&1; then
         printf '=== %s: clean, %d s: %s\n' "$1" $((SECONDS - start)) "$2"
     else
         cat "$log"
