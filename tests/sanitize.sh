@@ -35,14 +35,25 @@ logs=$(mktemp -d)
 trap 'rm -rf "$logs"' EXIT
 export program backend sanitizer logs
 
+# Ranks are processes: as threads they share a context, and a call in which a tool waits for the context's work waits for a kernel that waits for a rank
+# that this call holds up (measured: it ended at the bound of the wait in every second run).
+arguments() {
+    case $1 in
+    *sanitizer*) printf '%s\0' --processes --ranks 2 --filter "$1" ;;
+    *) printf '%s\0' --filter "$1" ;;
+    esac
+}
 # Kernels are compiled before, by processes that no tool watches.
 plain() {
-    "$program" check --backend "$backend" --filter "$1" >"$logs/plain-$2" 2>&1 || { cat "$logs/plain-$2"; return 255; }
+    local options
+    mapfile -d '' options < <(arguments "$1")
+    "$program" check --backend "$backend" "${options[@]}" >"$logs/plain-$2" 2>&1 || { cat "$logs/plain-$2"; return 255; }
 }
 # Runs one tool over one filter. Other libraries' memory is not ours to judge: no check of leaks.
 check() {
-    local log="$logs/$1-$3" start=$SECONDS
-    if "$sanitizer" --tool "$1" --error-exitcode 9 --print-limit 10 "$program" check --backend "$backend" --filter "$2" >"$log" 2>&1; then
+    local log="$logs/$1-$3" start=$SECONDS options
+    mapfile -d '' options < <(arguments "$2")
+    if "$sanitizer" --tool "$1" --target-processes all --error-exitcode 9 --print-limit 10 "$program" check --backend "$backend" "${options[@]}" >"$log" 2>&1; then
         printf '=== %s: clean, %d s: %s\n' "$1" $((SECONDS - start)) "$2"
     else
         cat "$log"
@@ -50,10 +61,10 @@ check() {
         return 1
     fi
 }
-export -f plain check
+export -f arguments plain check
 
 # The tools do not disturb each other, so several run at once. Not more than six: with sixteen some found no memory for a context (measured, H200 of 141 GB).
-# Ranks that share the GPU wait for each other, and for the slices of time of other processes: they come first, four tools at once and nothing else.
+# Ranks wait for each other's slices of time on the GPU, and for those of other processes: they come first, three jobs at once and nothing else.
 filter_jobs=() rank_jobs=() tool_jobs=()
 for i in "${!filters[@]}"; do filter_jobs+=("${filters[$i]}" "$i"); done
 for tool in racecheck initcheck memcheck synccheck; do
@@ -66,5 +77,5 @@ for tool in racecheck initcheck memcheck synccheck; do
 done
 run() { xargs -0 -r -n "$1" -P "$2" bash -c "$3 \"\$@\"" "$3"; }
 printf '%s\0' "${filter_jobs[@]}" | run 2 "$(nproc)" plain
-[ ${#rank_jobs[@]} = 0 ] || printf '%s\0' "${rank_jobs[@]}" | run 3 4 check
+[ ${#rank_jobs[@]} = 0 ] || printf '%s\0' "${rank_jobs[@]}" | run 3 3 check
 [ ${#tool_jobs[@]} = 0 ] || printf '%s\0' "${tool_jobs[@]}" | run 3 6 check

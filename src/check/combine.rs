@@ -296,12 +296,18 @@ fn large_scripts() -> Vec<Script> {
 /// Forms of combine that tools look at which make kernels slow.
 const SANITIZED: [&str; 3] = ["by token", "by expert, scaled", "by expert, at source"];
 
+/// All of them, between processes.
+pub(super) fn sanitizer_scripts() -> Vec<Script> {
+    SANITIZED.into_iter().map(sanitizer_script).collect()
+}
+
 /// One of them once, small.
 fn sanitizer_script(form: &str) -> Script {
+    let name = format!("combine under a sanitizer, {form}");
     let traffic = Traffic { tokens: vec![5, 3], k: 3, num_experts: 8, map: None, ids: Ids::Messy };
     let of = |layout: Layout, wire, reduce, i| {
         let base = traffic.config(144, DType::BF16, layout);
-        combine_script(form, Config { wire, reduce, weighted: layout.is_by_expert(), fold_weights: true, ..base }, &traffic, i)
+        combine_script(&name, Config { wire, reduce, weighted: layout.is_by_expert(), fold_weights: true, ..base }, &traffic, i)
     };
     match form {
         "by token" => of(Layout::ByToken, Wire::AsIs, Reduce::AtRank, 0),

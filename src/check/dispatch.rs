@@ -296,10 +296,16 @@ fn large_scripts() -> Vec<Script> {
 /// Forms of dispatch that tools look at which make kernels slow.
 const SANITIZED: [&str; 3] = ["by token", "low latency", "by expert, quantised"];
 
+/// All of them, between processes.
+pub(super) fn sanitizer_scripts() -> Vec<Script> {
+    SANITIZED.into_iter().map(sanitizer_script).collect()
+}
+
 /// One of them once, small.
 fn sanitizer_script(form: &str) -> Script {
+    let name = format!("dispatch under a sanitizer, {form}");
     let traffic = Traffic { tokens: vec![5, 3], k: 3, num_experts: 8, map: None, ids: Ids::Messy };
-    let of = |layout, quantize, i| dispatch_script(form, Config { quantize, ..traffic.config(144, DType::BF16, layout) }, &traffic, i);
+    let of = |layout, quantize, i| dispatch_script(&name, Config { quantize, ..traffic.config(144, DType::BF16, layout) }, &traffic, i);
     match form {
         "by token" => of(Layout::ByToken, None, 0),
         "low latency" => low_latency(of(Layout::ByToken, None, 2)),
