@@ -76,6 +76,6 @@ for tool in racecheck initcheck memcheck synccheck; do
     done
 done
 run() { xargs -0 -r -n "$1" -P "$2" bash -c "$3 \"\$@\"" "$3"; }
-printf '%s\0' "${filter_jobs[@]}" | run 2 "$(nproc)" plain
+printf '%s\0' "${filter_jobs[@]}" | run 2 6 plain
 [ ${#rank_jobs[@]} = 0 ] || printf '%s\0' "${rank_jobs[@]}" | run 3 3 check
 [ ${#tool_jobs[@]} = 0 ] || printf '%s\0' "${tool_jobs[@]}" | run 3 6 check
