@@ -102,7 +102,7 @@ impl Said {
 pub fn child(work: &str) -> ExitCode {
     let detail = std::env::var(DETAIL).unwrap_or_default();
     let said = match work {
-        "scripts" => Said::just(join().and_then(|w| scripts::run(&w).map(|num| assert!(num > 0)).map_err(of_check))),
+        "scripts" => Said::just(join().and_then(|w| scripts::run(&w, "").map(|num| assert!(num > 0)).map_err(of_check))),
         "stress" => Said::just(join().and_then(|w| {
             let rounds = detail.parse().expect("a number of rounds");
             stress_configs().iter().try_for_each(|(_, config)| stress_rank(&w, config, rounds))

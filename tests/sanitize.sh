@@ -1,13 +1,14 @@
 #!/usr/bin/env bash
 # Checks of the kernels under compute-sanitizer: out of bounds, races, wrong barriers, reads of memory that nobody wrote.
 #
-#   tests/sanitize.sh [PROGRAM] [FILTER...]
+#   [MOE_BACKEND=cuda:0,1] tests/sanitize.sh [PROGRAM] [FILTER...]
 #
 # PROGRAM is the program `moe` [target/release/moe]; each FILTER is a part of names of groups of `moe check` (see there). Needs a GPU and the CUDA
-# toolkit; takes some minutes. Fails when a tool finds anything, or when a check fails.
+# toolkit; takes some minutes. MOE_BACKEND says which GPUs [cuda: the first]. Fails when a tool finds anything, or when a check fails.
 set -euo pipefail
 
 program=${1:-target/release/moe}
+backend=${MOE_BACKEND:-cuda}
 shift || true
 # One group of each form and of each mapping of rows to blocks; a group more of a type changes no access.
 filters=("$@")
@@ -15,7 +16,8 @@ filters=("$@")
     "gate gate bf16 bf16 fused" "gate gate_mul_add bf16 f32 framework" "gate gate_append_topk f16 f16 fused" "gate sigmoid_mul f32 f32 framework"
     "cast given scale, list, bf16 to e5m2fnuz" "cast given scale, grouped, f32 to bf16" "cast current scale, f16 to e5m2fnuz"
     "cast 1x128 scales, deepgemm power of two false, ColumnMajor of f32, bf16 to e5m2, grouped" "cast 1x32 scales, mx, RowMajor of e8m0, f16 to e5m2fnuz, grouped"
-    "dispatch under a sanitizer" "combine under a sanitizer"
+    "dispatch under a sanitizer, by token" "dispatch under a sanitizer, low latency" "dispatch under a sanitizer, by expert, quantised"
+    "combine under a sanitizer, by token" "combine under a sanitizer, by expert, scaled" "combine under a sanitizer, by expert, at source"
 )
 # Ranks that share the GPU wait for each other: not in one queue, not for a kernel that is loaded, and longer than without a tool.
 export CUDA_DEVICE_MAX_CONNECTIONS=32 CUDA_MODULE_LOADING=EAGER MOE_TIMEOUT_SCALE=${MOE_TIMEOUT_SCALE:-20}
@@ -31,16 +33,27 @@ fi
 
 logs=$(mktemp -d)
 trap 'rm -rf "$logs"' EXIT
-export program sanitizer logs
+export program backend sanitizer logs
 
+# Ranks are processes: as threads they share a context, and a call in which a tool waits for the context's work waits for a kernel that waits for a rank
+# that this call holds up (measured: it ended at the bound of the wait in every second run).
+arguments() {
+    case $1 in
+    *sanitizer*) printf '%s\0' --processes --ranks 2 --filter "$1" ;;
+    *) printf '%s\0' --filter "$1" ;;
+    esac
+}
 # Kernels are compiled before, by processes that no tool watches.
 plain() {
-    "$program" check --backend cuda --filter "$1" >"$logs/plain-$2" 2>&1 || { cat "$logs/plain-$2"; return 255; }
+    local options
+    mapfile -d '' options < <(arguments "$1")
+    "$program" check --backend "$backend" "${options[@]}" >"$logs/plain-$2" 2>&1 || { cat "$logs/plain-$2"; return 255; }
 }
 # Runs one tool over one filter. Other libraries' memory is not ours to judge: no check of leaks.
 check() {
-    local log="$logs/$1-$3" start=$SECONDS
-    if "$sanitizer" --tool "$1" --error-exitcode 9 --print-limit 10 "$program" check --backend cuda --filter "$2" >"$log" 2>&1; then
+    local log="$logs/$1-$3" start=$SECONDS options
+    mapfile -d '' options < <(arguments "$2")
+    if "$sanitizer" --tool "$1" --target-processes all --error-exitcode 9 --print-limit 10 "$program" check --backend "$backend" "${options[@]}" >"$log" 2>&1; then
         printf '=== %s: clean, %d s: %s\n' "$1" $((SECONDS - start)) "$2"
     else
         cat "$log"
@@ -48,10 +61,10 @@ check() {
         return 1
     fi
 }
-export -f plain check
+export -f arguments plain check
 
 # The tools do not disturb each other, so several run at once. Not more than six: with sixteen some found no memory for a context (measured, H200 of 141 GB).
-# Ranks that share the GPU wait for each other, and for the slices of time of other processes: they come first, four tools at once and nothing else.
+# Ranks wait for each other's slices of time on the GPU, and for those of other processes: they come first, three jobs at once and nothing else.
 filter_jobs=() rank_jobs=() tool_jobs=()
 for i in "${!filters[@]}"; do filter_jobs+=("${filters[$i]}" "$i"); done
 for tool in racecheck initcheck memcheck synccheck; do
@@ -63,6 +76,6 @@ for tool in racecheck initcheck memcheck synccheck; do
     done
 done
 run() { xargs -0 -r -n "$1" -P "$2" bash -c "$3 \"\$@\"" "$3"; }
-printf '%s\0' "${filter_jobs[@]}" | run 2 "$(nproc)" plain
-[ ${#rank_jobs[@]} = 0 ] || printf '%s\0' "${rank_jobs[@]}" | run 3 4 check
+printf '%s\0' "${filter_jobs[@]}" | run 2 6 plain
+[ ${#rank_jobs[@]} = 0 ] || printf '%s\0' "${rank_jobs[@]}" | run 3 3 check
 [ ${#tool_jobs[@]} = 0 ] || printf '%s\0' "${tool_jobs[@]}" | run 3 6 check

@@ -58,7 +58,9 @@ pub fn groups() -> Vec<Group> {
     let shapes = || world_shapes(true).into_iter().flat_map(|(_, config)| WORLDS.map(|world| (world, config.clone(), plain()))).collect();
     groups.push(Group::new("combine", "independent of the world", independent_of_the_world).with_shapes(shapes));
     groups.push(ep::group("combine", "7168 wide, 256 experts".into(), |_| large_scripts()));
-    groups.push(ep::group("combine", "under a sanitizer".into(), |_| sanitizer_scripts()));
+    for form in SANITIZED {
+        groups.push(ep::group("combine", format!("under a sanitizer, {form}"), move |_| vec![sanitizer_script(form)]));
+    }
     groups
 }
 
@@ -291,16 +293,25 @@ fn large_scripts() -> Vec<Script> {
     ]
 }
 
-/// Each form of combine once, small: for tools that make kernels slow.
-fn sanitizer_scripts() -> Vec<Script> {
+/// Forms of combine that tools look at which make kernels slow.
+const SANITIZED: [&str; 3] = ["by token", "by expert, scaled", "by expert, at source"];
+
+/// All of them, between processes.
+pub(super) fn sanitizer_scripts() -> Vec<Script> {
+    SANITIZED.into_iter().map(sanitizer_script).collect()
+}
+
+/// One of them once, small.
+fn sanitizer_script(form: &str) -> Script {
+    let name = format!("combine under a sanitizer, {form}");
     let traffic = Traffic { tokens: vec![5, 3], k: 3, num_experts: 8, map: None, ids: Ids::Messy };
     let of = |layout: Layout, wire, reduce, i| {
         let base = traffic.config(144, DType::BF16, layout);
-        combine_script("small", Config { wire, reduce, weighted: layout.is_by_expert(), fold_weights: true, ..base }, &traffic, i)
+        combine_script(&name, Config { wire, reduce, weighted: layout.is_by_expert(), fold_weights: true, ..base }, &traffic, i)
     };
-    vec![
-        of(Layout::ByToken, Wire::AsIs, Reduce::AtRank, 0),
-        of(LAYOUTS[1], Wire::Fp8Block, Reduce::AtRank, 1),
-        of(LAYOUTS[1], Wire::AsIs, Reduce::AtSource, 6),
-    ]
+    match form {
+        "by token" => of(Layout::ByToken, Wire::AsIs, Reduce::AtRank, 0),
+        "by expert, scaled" => of(LAYOUTS[1], Wire::Fp8Block, Reduce::AtRank, 1),
+        _ => of(LAYOUTS[1], Wire::AsIs, Reduce::AtSource, 6),
+    }
 }

@@ -76,7 +76,9 @@ pub fn groups() -> Vec<Group> {
     let shapes = move || same_bytes_scripts().into_iter().flat_map(both).collect();
     groups.push(Group::new("dispatch", "same bytes in 20 runs", same_bytes).with_shapes(shapes));
     groups.push(ep::group("dispatch", "7168 wide, 256 experts".into(), |_| large_scripts()));
-    groups.push(ep::group("dispatch", "under a sanitizer".into(), |_| sanitizer_scripts()));
+    for form in SANITIZED {
+        groups.push(ep::group("dispatch", format!("under a sanitizer, {form}"), move |_| vec![sanitizer_script(form)]));
+    }
     groups
 }
 
@@ -291,11 +293,24 @@ fn large_scripts() -> Vec<Script> {
     vec![of(Layout::ByToken, None, 0), of(LAYOUTS[2], Some(Quantize::F32), 1)]
 }
 
-/// Each form of dispatch once, small: for tools that make kernels slow.
-fn sanitizer_scripts() -> Vec<Script> {
+/// Forms of dispatch that tools look at which make kernels slow.
+const SANITIZED: [&str; 3] = ["by token", "low latency", "by expert, quantised"];
+
+/// All of them, between processes.
+pub(super) fn sanitizer_scripts() -> Vec<Script> {
+    SANITIZED.into_iter().map(sanitizer_script).collect()
+}
+
+/// One of them once, small.
+fn sanitizer_script(form: &str) -> Script {
+    let name = format!("dispatch under a sanitizer, {form}");
     let traffic = Traffic { tokens: vec![5, 3], k: 3, num_experts: 8, map: None, ids: Ids::Messy };
-    let of = |layout, quantize, i| dispatch_script("small", Config { quantize, ..traffic.config(144, DType::BF16, layout) }, &traffic, i);
-    vec![of(Layout::ByToken, None, 0), low_latency(of(Layout::ByToken, None, 2)), of(LAYOUTS[2], Some(Quantize::F32), 1)]
+    let of = |layout, quantize, i| dispatch_script(&name, Config { quantize, ..traffic.config(144, DType::BF16, layout) }, &traffic, i);
+    match form {
+        "by token" => of(Layout::ByToken, None, 0),
+        "low latency" => low_latency(of(Layout::ByToken, None, 2)),
+        _ => of(LAYOUTS[2], Some(Quantize::F32), 1),
+    }
 }
 
 /// What a rank received: source, token and global id of each valid row, and its counts.

@@ -20,11 +20,11 @@ pub struct Arguments {
     /// Where it runs: auto, cpu, cuda, cuda:N, or cuda:N,M,.. on whose GPUs ranks take turns
     #[arg(long, value_name = "NAME", default_value = "auto")]
     backend: String,
-    /// Only groups whose name contains this text
+    /// Only groups, or between processes scripts, whose name contains this text
     #[arg(long, value_name = "TEXT")]
     filter: Option<String>,
     /// Instead: dispatch and combine between processes, one for each rank, against their specification and against threads
-    #[arg(long, conflicts_with_all = ["op", "filter"])]
+    #[arg(long, conflicts_with = "op")]
     processes: bool,
     /// Ranks [default: 1, 2, 3, 4 and 8, one after the other]
     #[arg(long, value_name = "R", requires = "processes")]
@@ -34,7 +34,7 @@ pub struct Arguments {
 /// Runs the chosen groups; `false` when one of them failed.
 pub fn check(arguments: &Arguments, output: &mut Output) -> Result<bool> {
     if arguments.processes {
-        return processes::check(arguments.ranks, &arguments.backend, output);
+        return processes::check(arguments, output);
     }
     let groups = groups().into_iter().filter(|group| runs_on(group.op, &arguments.backend)).collect();
     let chosen = choose(groups, arguments)?;
@@ -114,11 +114,11 @@ mod processes {
     use super::*;
 
     #[cfg(target_os = "linux")]
-    pub fn check(ranks: Option<usize>, backend: &str, output: &mut Output) -> Result<bool> {
+    pub fn check(arguments: &Arguments, output: &mut Output) -> Result<bool> {
         use moe_kernels::check::ep::processes::run;
         use moe_kernels::ep::{Rendezvous, World};
         const WORLDS: [usize; 5] = [1, 2, 3, 4, 8];
-        let backend = Backend::from_name(backend)?;
+        let (ranks, backend) = (arguments.ranks, Backend::from_name(&arguments.backend)?);
         if !Rendezvous::is_in_env() {
             if let Some(ranks) = ranks.filter(|ranks| !WORLDS.contains(ranks)) {
                 return Err(Error::Invalid { op: "check", what: "--ranks".into(), got: ranks.to_string(), want: "1, 2, 3, 4 or 8".into() });
@@ -128,7 +128,7 @@ mod processes {
         }
         let start = Instant::now();
         let world = World::join(&backend, &Rendezvous::from_env("moe check")?)?;
-        let result = run(&world);
+        let result = run(&world, arguments.filter.as_deref().unwrap_or_default());
         if world.rank().index() > 0 {
             return Ok(result.is_ok());
         }
@@ -142,7 +142,7 @@ mod processes {
     }
 
     #[cfg(not(target_os = "linux"))]
-    pub fn check(_: Option<usize>, _: &str, _: &mut Output) -> Result<bool> {
+    pub fn check(_: &Arguments, _: &mut Output) -> Result<bool> {
         crate::run::launch(0)
     }
 }

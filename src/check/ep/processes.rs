@@ -9,7 +9,8 @@ use crate::ensure;
 use crate::ep::{Config, Layout, Quantize, Reduce, Wire, World};
 use crate::tensor::DType;
 
-/// Every layout, with payloads, wires and sums of different kinds, one of them in low-latency mode, for each traffic of `world` ranks.
+/// Every layout, with payloads, wires and sums of different kinds, one of them in low-latency mode, for each traffic of `world` ranks; then the small
+/// ones for tools that make kernels slow, if they are of so many ranks.
 fn scripts(world: usize) -> Vec<Script> {
     let layouts = [
         Layout::ByToken,
@@ -33,17 +34,21 @@ fn scripts(world: usize) -> Vec<Script> {
             scripts.push(low_latency(combine_script("processes, fp8", wire, traffic, t + i + 1)));
         }
     }
+    let small = crate::check::dispatch::sanitizer_scripts().into_iter().chain(crate::check::combine::sanitizer_scripts());
+    scripts.extend(small.filter(|script| script.world == world));
     scripts
 }
 
-/// Runs every script on `world`, each rank in its process, and returns how many there were: all that a rank sees is compared with the oracle,
-/// and with what the same rank of a world of threads sees. Collective; every rank returns the same.
+/// Runs every script whose name contains `filter` on `world`, each rank in its process, and returns how many there were: all that a rank sees is compared
+/// with the oracle, and with what the same rank of a world of threads sees. Collective; every rank returns the same.
 ///
 /// # Errors
-/// What differs, on which rank, in which step.
-pub fn run(world: &World) -> Result<usize, Failed> {
+/// What differs, on which rank, in which step; that there is no such script.
+pub fn run(world: &World, filter: &str) -> Result<usize, Failed> {
     let backend = Backend::Cpu(world.cpu().clone());
-    let scripts = scripts(world.size());
+    let mut scripts = scripts(world.size());
+    scripts.retain(|script| script.name.contains(filter));
+    ensure!(!scripts.is_empty(), "no script of {} ranks has `{filter}` in its name", world.size());
     let num_scripts = scripts.len();
     for script in scripts {
         let name = script.name.clone();
