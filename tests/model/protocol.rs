@@ -68,7 +68,12 @@ pub fn names_agree() -> Result<(), Failed> {
     while let Some(folder) = folders.pop() {
         for entry in fs::read_dir(&folder)? {
             let path = entry?.path();
-            if path.is_dir() { folders.push(path) } else { files.push(path) }
+            // What measures links has words of its own, which no rank sees.
+            match path.is_dir() {
+                true if path.ends_with("src/measure") => {}
+                true => folders.push(path),
+                false => files.push(path),
+            }
         }
     }
     for file in files.iter().filter(|f| f.extension().is_some_and(|e| e == "rs" || e == "cu" || e == "cuh")) {
