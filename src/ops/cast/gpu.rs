@@ -50,6 +50,7 @@ pub(super) trait Entry: Pod + Default {
 }
 
 impl Entry for Matrix {
+    #[inline(always)]
     fn of(o: &Operands<'_>) -> Self {
         Matrix {
             x: read(Some(&o.x)),
@@ -71,6 +72,7 @@ impl Entry for Matrix {
 }
 
 impl Entry for BlockMatrix {
+    #[inline(always)]
     fn of(o: &Operands<'_>) -> Self {
         BlockMatrix {
             row_scales: write(o.row_scales.as_ref()),
@@ -129,15 +131,18 @@ mod flag {
 }
 
 /// The address under a view; 0 for an absent one.
+#[inline(always)]
 fn read(view: Option<&TensorView<'_>>) -> u64 {
     view.and_then(|view| view.device()).map_or(0, |device| device.address)
 }
 
+#[inline(always)]
 fn write(view: Option<&TensorViewMut<'_>>) -> u64 {
     view.and_then(|view| view.device()).map_or(0, |device| device.address)
 }
 
 /// Bytes from row to row.
+#[inline(always)]
 fn row_stride(view: Option<&TensorViewMut<'_>>) -> u64 {
     view.map_or(0, |view| (view.strides()[0] * view.dtype().size()) as u64)
 }
@@ -322,7 +327,7 @@ pub(super) fn too_many_parts() -> Error {
 }
 
 /// Rows and columns as the kernels count them.
-#[inline]
+#[inline(always)]
 fn extents(x: &TensorView<'_>) -> Result<[u32; 2], (String, &'static str)> {
     let number = |extent: usize| u32::try_from(extent).ok().filter(|extent| *extent < 1 << 30);
     let row_bytes = x.strides().first().copied().unwrap_or(0).saturating_mul(x.dtype().size());
