@@ -47,7 +47,7 @@ struct ParametersOfAll {
     float epsilon;
     u32 num_strips; // group: of STRIP_COLUMNS columns
     u32 tail_start; // group: matrices from this row on are cut into lower parts
-    u32 padding;
+    u32 num_parts;  // list: of all matrices, where a block casts several
 };
 
 // Of `status`; 0 when all was well.
