@@ -393,7 +393,7 @@ impl<'k> Call<'k> {
     fn new(cuda: &Cuda, known: &'k Known, first: &Operands<'_>, mean_rows: usize, form: Form) -> Self {
         let scales = Scales::of(known, first);
         let is_native = tuning::is_native(cuda.device().compute_capability(), known.to);
-        let tile = scales.tile(known.from, known.to, is_native, mean_rows);
+        let tile = scales.tile(known.from, known.to, form, is_native, mean_rows);
         Call { known, scales, tile, form, aligned: true, row: first.row.is_some(), column: first.column.is_some(), resident: false }
     }
 

@@ -153,9 +153,9 @@ impl Scales {
         }
     }
 
-    pub(super) fn tile(self, from: DType, to: DType, is_native: bool, mean_rows: usize) -> Tile {
+    pub(super) fn tile(self, from: DType, to: DType, form: Form, is_native: bool, mean_rows: usize) -> Tile {
         match self {
-            Scales::Blocks { block, .. } => tuning::block_tile(from, is_native, block == Block::Square128),
+            Scales::Blocks { block, .. } => tuning::block_tile(from, is_native, block == Block::Square128, form == Form::Table),
             Scales::Given | Scales::Current => tuning::tile(from, to, is_native, mean_rows),
         }
     }
@@ -295,7 +295,7 @@ pub(super) fn shipped() -> Vec<Variant> {
     let mut add = |kind: Kind, from: DType, to: DType, form: Form, scales: Scales, is_native: bool| {
         // High matrices and low ones.
         for mean_rows in [usize::MAX, 0] {
-            let variant = Variant { kind, from, to, form, scales, tile: kind.tile(scales.tile(from, to, is_native, mean_rows)) };
+            let variant = Variant { kind, from, to, form, scales, tile: kind.tile(scales.tile(from, to, form, is_native, mean_rows)) };
             if !all.contains(&variant) {
                 all.push(variant);
             }
