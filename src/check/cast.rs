@@ -147,8 +147,20 @@ fn current(backend: &Backend, from: DType, to: DType) -> Result<usize, Failed> {
         num_cases += Case { seed: i as u64, reset_amax: i == 2, is_prepared, ..Case::new(from, to, shapes, scaling) }.run(&variants)?;
         let group = vec![[3, 130], [0, 130], [129, 130], [64, 130], [16, 130]];
         num_cases += Case { is_grouped: true, pad_rows: 16, seed: i as u64 + 3, ..Case::new(from, to, group, scaling) }.run(&variants)?;
+        num_cases += in_one_launch(&variants, from, to, scaling, i)?;
     }
     Ok(num_cases)
+}
+
+/// Current scaling of matrices so high, and of rows of so many whole vectors, that a GPU may cast them in one launch; the `i`-th of some ways.
+fn in_one_launch(variants: &[(String, Backend)], from: DType, to: DType, scaling: Scaling, i: usize) -> Result<usize, Failed> {
+    let (row, column) = [(true, true), (true, true), (true, false), (false, true)][i];
+    let of = |shapes: Vec<[usize; 2]>| Case { seed: i as u64, reset_amax: i % 2 == 1, row, column, ..Case::new(from, to, shapes, scaling) };
+    // Parts of tiles at both ends, and more than one beside each other.
+    let list = vec![[300, 264], [0, 264], [129, 8], [400, 520], [64, 1000]];
+    let group = [300, 0, 129, 64, 1, 420].map(|rows| [rows, [264, 512, 8, 256][i]]).to_vec();
+    let list = Case { is_prepared: true, pad_rows: [1, 16, 128, 32][i], ..of(list) };
+    Ok(list.run(variants)? + Case { is_grouped: true, pad_rows: [16, 1, 32, 128][i], ..of(group) }.run(variants)?)
 }
 
 /// All 65536 patterns of a 16-bit type, under several scales, to every output type.

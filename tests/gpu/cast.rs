@@ -15,6 +15,7 @@ pub const TRIALS: &[(&str, Needs, Test)] = &[
     ("cast: the same bytes 20 times", Needs::Gpu, determinism),
     ("cast: tensors that overlap", Needs::Gpu, overlapping),
     ("cast: lists that are made once", Needs::Gpu, lists),
+    ("cast: current scaling in two streams", Needs::Gpu, current_in_streams),
     ("cast: tensors of a list that overlap", Needs::Gpu, overlapping_lists),
     ("cast: where a list can be made and cast", Needs::Gpu, places_of_lists),
 ];
@@ -445,6 +446,36 @@ fn lists() -> Outcome {
             cast(&plain, &mut matrices.operands()?, &options)?;
         }
         matrices.check(&stream, &format!("larger than the cache, made once {is_made_once}"), &options)?;
+    }
+    Ok(())
+}
+
+/// Current scaling of what fits on the chip, of some more, of hundreds of matrices, and of one: again and again in two streams at a time, whose launches share the kernel's
+/// memory.
+fn current_in_streams() -> Outcome {
+    let (_, stream) = gpu()?;
+    let other = Stream::new(stream.device())?;
+    let options = Options::with_scaling(Scaling::Current { epsilon: 0.0, power_of_two: false });
+    let many: Vec<_> = (0..300).map(|i| [if i % 7 == 3 { 0 } else { 150 + i % 50 }, 264]).collect(); // arbitrary, more than a block has threads
+    let shapes = [vec![[512, 4096]; 8], vec![[2600, 2048]; 3], many, vec![[128, 8]]];
+    for (i, (first, second)) in [(0, 1), (2, 0), (3, 2), (1, 1)].into_iter().enumerate() {
+        let (mut one, mut two) = (Matrices::new(&stream, &shapes[first])?, Matrices::new(&stream, &shapes[second])?);
+        one.poison(&stream)?;
+        two.poison(&stream)?;
+        stream.synchronize()?;
+        {
+            let [here, there] = [&stream, &other].map(|stream| Backend::Cuda(Cuda::on(stream.clone())));
+            // One as a list that is checked in each call, one as a list made once.
+            let (mut list, mut made) = (one.operands()?, List::new(&there, two.operands()?, options)?);
+            for _ in 0..20 {
+                cast(&here, &mut list, &options)?;
+                made.cast(&there)?;
+            }
+            stream.synchronize()?;
+            other.synchronize()?;
+        }
+        one.check(&stream, &format!("pair {i}, the first"), &options)?;
+        two.check(&stream, &format!("pair {i}, the second"), &options)?;
     }
     Ok(())
 }

@@ -385,7 +385,7 @@ KERNEL_FITTING(NUM_THREADS, BLOCKS) cast_blocks(PARAMETERS(Parameters) p) {
         return;
     }
     for (u32 nth = 0; find_part(p, nth, search, found); nth++) {
-        const Matrix& m = p.matrices[LIST ? found.matrix : 0];
+        const Matrix& m = matrix_of(p, search, found);
         const u32 columns_left = m.num_columns - found.first_column;
         const u32 end_column = found.first_column + at_most(columns_left, STRIP_COLUMNS);
         u32 greatest = 0, first_row = found.first_row, first_column = found.first_column, nth_tile = 0;
@@ -402,6 +402,9 @@ KERNEL_FITTING(NUM_THREADS, BLOCKS) cast_blocks(PARAMETERS(Parameters) p) {
                 cast_tile_of<false>(p, m, found, first_row, first_column, tile, of_tile, greatest);
             }
             nth_tile++;
+            if constexpr (STRIP_COLUMNS == TILE_COLUMNS && GROUP_ROWS == TILE_ROWS) {
+                break; // a part is a tile
+            }
             first_row += TILE_ROWS;
             if (first_row >= found.first_row + found.num_rows) {
                 first_row = found.first_row;

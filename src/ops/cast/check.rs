@@ -43,10 +43,12 @@ impl Memory for Cpu {
 
 /// A list has hundreds of tensors: their devices are compared here, and their addresses are not looked up in the driver's tables.
 impl Memory for Cuda {
+    #[inline(always)]
     fn holds(&self, what: impl Into<String>, view: &TensorView<'_>) -> Result<()> {
         is_on(self, what, view.device(), view.layout().extent_bytes())
     }
 
+    #[inline(always)]
     fn holds_output(&self, what: impl Into<String>, view: &TensorViewMut<'_>) -> Result<()> {
         is_on(self, what, view.device(), view.layout().extent_bytes())
     }
@@ -239,6 +241,7 @@ fn options_alone(memory: &impl Memory, options: &Options<'_>) -> Result<()> {
 }
 
 /// Types, presence, and what does not depend on the number of rows.
+#[inline(always)]
 fn operands(memory: &impl Memory, name: Name, o: &Operands<'_>, first: &Operands<'_>, options: &Options<'_>) -> Result<Known> {
     let from = o.x.dtype();
     dtype_of(name.of("x"), from, &[DType::F32, DType::F16, DType::BF16])?;
@@ -275,6 +278,7 @@ fn operands(memory: &impl Memory, name: Name, o: &Operands<'_>, first: &Operands
 }
 
 /// Rows and columns of the input.
+#[inline(always)]
 fn extents(name: Name, x: &TensorView<'_>) -> Result<(usize, usize)> {
     match x.shape() {
         &[rows, columns] => Ok((rows, columns)),
@@ -308,6 +312,7 @@ fn sums_of(offsets: &TensorView<'_>, capacity: usize, options: &Options<'_>) -> 
     Ok(sums)
 }
 
+#[inline(always)]
 fn outputs(
     memory: &impl Memory,
     name: Name,
@@ -346,6 +351,7 @@ fn outputs(
 }
 
 /// The large tensors of one matrix share no byte. (Of all tensors of a long list that would take longer than the launch.)
+#[inline(always)]
 fn apart(memory: &impl Memory, name: Name, o: &Operands<'_>) -> Result<()> {
     if !memory.may_overlap() {
         return Ok(());
@@ -367,6 +373,7 @@ fn apart(memory: &impl Memory, name: Name, o: &Operands<'_>) -> Result<()> {
     Ok(())
 }
 
+#[inline(always)]
 fn per_matrix(memory: &impl Memory, name: Name, o: &Operands<'_>, num_matrices: usize) -> Result<()> {
     let shape = Shape::exact([num_matrices]);
     if let Some(scale) = &o.scale {

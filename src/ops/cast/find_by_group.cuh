@@ -1,7 +1,11 @@
 // Which part a block casts, found by one group of 32 lanes while the others wait. Needs patch and locate.
 
 // Of one block.
-struct Search {
+template <bool> struct EntryOf {};
+template <> struct EntryOf<true> {
+    Entry entry;
+};
+struct Search : EntryOf<TABLE> {
     u32 has_more; // another part behind the one that was found
     u32 status;
 };
@@ -83,9 +87,35 @@ DEVICE void search_group(const Parameters& p, u32 nth, Search& shared, Part& fou
     }
 }
 
+// By the first group: the entry of a table in one read. A template, so that other forms are not looked at.
+template <class P, class S> DEVICE void read_entry(const P& p, S& shared, Part& found) {
+    const u32 lane = thread_idx();
+    if (lane < sizeof(Entry) / sizeof(Vec16)) {
+        ((Vec16*)&shared.entry)[lane] = ((const Vec16*)(p.parts + block_idx_x()))[lane];
+    }
+    warp_barrier();
+    if (lane == 0) {
+        part_of_entry(p, shared.entry, found);
+        shared.has_more = 0;
+    }
+}
+
+// The matrix of the part that was found.
+template <class P, class S> DEVICE const Matrix& matrix_of(const P& p, const S& shared, const Part& found) {
+    if constexpr (TABLE) {
+        return shared.entry.matrix;
+    } else {
+        return p.matrices[LIST ? found.matrix : 0];
+    }
+}
+
 // Finds part `nth` of this block; false when there is none. All threads take part; ends with a barrier.
 DEVICE bool find_part(const Parameters& p, u32 nth, Search& shared, Part& found) {
-    if constexpr (LIST) {
+    if constexpr (TABLE) {
+        if (thread_idx() < 32) {
+            read_entry(p, shared, found);
+        }
+    } else if constexpr (LIST) {
         if (thread_idx() == 0) {
             find_in_list(p, block_idx_x(), found);
             shared.has_more = 0;

@@ -50,6 +50,7 @@ pub(super) trait Entry: Pod + Default {
 }
 
 impl Entry for Matrix {
+    #[inline(always)]
     fn of(o: &Operands<'_>) -> Self {
         Matrix {
             x: read(Some(&o.x)),
@@ -71,6 +72,7 @@ impl Entry for Matrix {
 }
 
 impl Entry for BlockMatrix {
+    #[inline(always)]
     fn of(o: &Operands<'_>) -> Self {
         BlockMatrix {
             row_scales: write(o.row_scales.as_ref()),
@@ -103,7 +105,7 @@ pub(super) struct ParametersOfAll {
     epsilon: f32,
     num_strips: u32,
     tail_start: u32,
-    padding: u32,
+    pub(super) num_parts: u32,
 }
 
 /// `ParametersOf` of locate.cuh: its matrices, or where they are.
@@ -129,15 +131,18 @@ mod flag {
 }
 
 /// The address under a view; 0 for an absent one.
+#[inline(always)]
 fn read(view: Option<&TensorView<'_>>) -> u64 {
     view.and_then(|view| view.device()).map_or(0, |device| device.address)
 }
 
+#[inline(always)]
 fn write(view: Option<&TensorViewMut<'_>>) -> u64 {
     view.and_then(|view| view.device()).map_or(0, |device| device.address)
 }
 
 /// Bytes from row to row.
+#[inline(always)]
 fn row_stride(view: Option<&TensorViewMut<'_>>) -> u64 {
     view.map_or(0, |view| (view.strides()[0] * view.dtype().size()) as u64)
 }
@@ -189,7 +194,7 @@ impl ParametersOfAll {
             epsilon,
             num_strips: 0,
             tail_start: 0,
-            padding: 0,
+            num_parts: 0,
         }
     }
 }
@@ -226,12 +231,13 @@ fn part_of_list<E: Entry, const N: usize>(
     options: &Options<'_>,
 ) -> Result<()> {
     let mut parameters = Parameters { all: ParametersOfAll::new(known, options), matrices: [E::default(); N] };
-    let call = Call::of_list(cuda, known, matrices, Form::List(N as u16));
-    let packed = call.pack(matrices, first, &mut parameters.matrices)?;
+    let (call, packed) =
+        Call::of_list(cuda, known, matrices, Form::List(N as u16)).pack(cuda, matrices, first, &mut parameters.matrices)?;
     parameters.all.num_matrices = matrices.len() as u32;
-    parameters.all.num_blocks = packed.num_parts;
+    parameters.all.num_parts = packed.num_parts;
+    parameters.all.num_blocks = call.blocks(cuda, packed.num_parts);
     parameters.all.in_order(cuda, known, packed.num_elements);
-    Call { aligned: packed.aligned, ..call }.queue(cuda, &parameters)
+    call.queue(cuda, &parameters)
 }
 
 /// Casts a checked group.
@@ -248,13 +254,14 @@ fn group_of<E: Entry>(cuda: &Cuda, known: &Known, all: &Operands<'_>, offsets: &
     if num_matrices == 0 {
         return Ok(());
     }
-    let call = Call::new(cuda, known, all, all.x.shape()[0] / num_matrices, Form::Group);
+    let mut call = Call::new(cuda, known, all, all.x.shape()[0] / num_matrices, Form::Group);
     let [rows, columns] = extents(&all.x).map_err(|(got, want)| Error::invalid(OP, "x", got, want))?;
     needs_inverse(known, all).map_err(|(got, want)| Error::invalid(OP, "scale_inv", got, want))?;
     let mut entry = E::of(all);
     let matrix = entry.matrix();
     (matrix.num_rows, matrix.num_columns) = (rows, columns);
-    let aligned = matrix.is_aligned(known.to);
+    call.aligned = matrix.is_aligned(known.to);
+    call.choose_resident(cuda, u64::from(rows), num_matrices as u64, u64::from(rows) * u64::from(columns));
     let mut parameters = Parameters { all: ParametersOfAll::new(known, options), matrices: [entry] };
     let p = &mut parameters.all;
     [p.row_capacity, p.block_capacity, p.word_capacity] = capacities(known, all, columns as usize);
@@ -276,14 +283,14 @@ fn group_of<E: Entry>(cuda: &Cuda, known: &Known, all: &Operands<'_>, offsets: &
     let tail_rows = group.tail_rows();
     p.tail_start = u64::from(rows).saturating_sub(tail_rows) as u32;
     let num_down = group.num_down(tail_rows);
-    let num_blocks = num_down * u64::from(p.num_strips);
-    if num_blocks > MAX_BLOCKS {
+    let num_parts = num_down * u64::from(p.num_strips);
+    if num_parts > MAX_BLOCKS {
         return Err(too_many_parts());
     }
     p.in_order(cuda, known, u64::from(rows) * u64::from(columns));
     // One block at least, for what is written once.
-    p.num_blocks = num_blocks.max(1) as u32;
-    Call { aligned, ..call }.queue(cuda, &parameters)
+    p.num_blocks = call.blocks(cuda, num_parts.max(1) as u32);
+    call.queue(cuda, &parameters)
 }
 
 /// What a group's outputs hold of padded rows, of blocks along columns, and of words of such blocks. The kernel compares: only it knows the offsets.
@@ -322,7 +329,7 @@ pub(super) fn too_many_parts() -> Error {
 }
 
 /// Rows and columns as the kernels count them.
-#[inline]
+#[inline(always)]
 fn extents(x: &TensorView<'_>) -> Result<[u32; 2], (String, &'static str)> {
     let number = |extent: usize| u32::try_from(extent).ok().filter(|extent| *extent < 1 << 30);
     let row_bytes = x.strides().first().copied().unwrap_or(0).saturating_mul(x.dtype().size());
@@ -350,9 +357,11 @@ pub(super) struct Call<'k> {
     scales: Scales,
     pub(super) tile: Tile,
     form: Form,
-    pub(super) aligned: bool,
+    aligned: bool,
     row: bool,
     column: bool,
+    /// Current scaling in one launch.
+    resident: bool,
 }
 
 /// What is known of a list when its matrices are packed.
@@ -360,12 +369,14 @@ pub(super) struct Packed {
     pub(super) num_parts: u32,
     pub(super) num_elements: u64,
     /// As [`Matrix::is_aligned`], of all.
-    pub(super) aligned: bool,
+    aligned: bool,
 }
 
-/// Whether kernel `i` of a call is launched programmatically: behind another one of the call always, where that exists (spec: compute capability 9.0).
-pub(super) fn is_programmatic(cuda: &Cuda, i: usize) -> bool {
-    cuda.is_programmatic() || i > 0 && cuda.device().compute_capability() >= (9, 0)
+/// The geometry with which kernel `i` of a call is launched. Programmatically: behind another one of the call always, where that exists (spec: compute capability 9.0);
+/// a cooperative one begins when all before it has ended.
+pub(super) fn geometry_of(cuda: &Cuda, i: usize, geometry: Geometry) -> Geometry {
+    let programmatic = cuda.is_programmatic() || i > 0 && cuda.device().compute_capability() >= (9, 0);
+    Geometry { programmatic: programmatic && !geometry.cooperative, ..geometry }
 }
 
 /// A kernel of a call.
@@ -382,8 +393,8 @@ impl<'k> Call<'k> {
     fn new(cuda: &Cuda, known: &'k Known, first: &Operands<'_>, mean_rows: usize, form: Form) -> Self {
         let scales = Scales::of(known, first);
         let is_native = tuning::is_native(cuda.device().compute_capability(), known.to);
-        let tile = scales.tile(known.from, known.to, is_native, mean_rows);
-        Call { known, scales, tile, form, aligned: true, row: first.row.is_some(), column: first.column.is_some() }
+        let tile = scales.tile(known.from, known.to, form, is_native, mean_rows);
+        Call { known, scales, tile, form, aligned: true, row: first.row.is_some(), column: first.column.is_some(), resident: false }
     }
 
     /// Of a list of at least one matrix.
@@ -392,8 +403,43 @@ impl<'k> Call<'k> {
         Self::new(cuda, known, &matrices[0], rows / matrices.len(), form)
     }
 
-    /// What the kernels take of the matrices of a list, of which these are `first` and its followers.
-    pub(super) fn pack<E: Entry>(&self, matrices: &[Operands<'_>], first: usize, to: &mut [E]) -> Result<Packed> {
+    /// Whether current scaling takes one launch, of matrices of so many rows and elements in all; then the tile is another one.
+    fn choose_resident(&mut self, cuda: &Cuda, rows: u64, num_matrices: u64, num_elements: u64) {
+        if self.scales != Scales::Current || !self.aligned {
+            return;
+        }
+        let (known, tile) = (self.known, tuning::RESIDENT_TILE);
+        // Each matrix may end inside of a tile, and each has columns on average.
+        let columns = num_elements.div_ceil(rows.max(1));
+        let down = rows.div_ceil(u64::from(tile.rows)).saturating_add(num_matrices);
+        let num_parts = down.saturating_mul(columns.div_ceil(u64::from(tile.columns)) + 1);
+        if tuning::is_resident(cuda.device().properties(), (known.from, known.to), rows, num_matrices, num_elements, num_parts) {
+            (self.resident, self.tile) = (true, tile);
+        }
+    }
+
+    /// Blocks of the launch that casts so many parts, or as many as are expected.
+    pub(super) fn blocks(&self, cuda: &Cuda, num_parts: u32) -> u32 {
+        // Those of current scaling in one launch fill the device.
+        if self.resident { tuning::slots(self.tile, cuda.device().properties().num_sms) as u32 } else { num_parts }
+    }
+
+    /// What the kernels take of the matrices of a list, of which these are `first` and its followers; the call with what that says of it.
+    pub(super) fn pack<E: Entry>(mut self, cuda: &Cuda, matrices: &[Operands<'_>], first: usize, to: &mut [E]) -> Result<(Self, Packed)> {
+        let mut packed = self.pack_parts(matrices, first, to)?;
+        self.aligned = packed.aligned;
+        let rows = matrices.iter().fold(0u64, |sum, o| sum.saturating_add(o.x.shape()[0] as u64));
+        self.choose_resident(cuda, rows, matrices.len() as u64, packed.num_elements);
+        if self.resident {
+            // The parts of another tile.
+            packed = self.pack_parts(matrices, first, to)?;
+            self.resident = u64::from(packed.num_parts)
+                <= tuning::slots(self.tile, cuda.device().properties().num_sms) * tuning::RESIDENT_MAX_TILES as u64;
+        }
+        Ok((self, packed))
+    }
+
+    fn pack_parts<E: Entry>(&self, matrices: &[Operands<'_>], first: usize, to: &mut [E]) -> Result<Packed> {
         let (known, tile) = (self.known, self.tile);
         let (mut num_parts, mut num_elements, mut aligned) = (0u64, 0u64, true);
         for (i, (o, entry)) in matrices.iter().zip(to).enumerate() {
@@ -417,13 +463,13 @@ impl<'k> Call<'k> {
 
     /// The kernels, one after the other.
     pub(super) fn steps(&self, all: &ParametersOfAll) -> impl Iterator<Item = Step> {
-        let Call { row, column, aligned, scales, .. } = *self;
-        let is_current = scales == Scales::Current;
+        let Call { row, column, aligned, scales, resident, .. } = *self;
+        let is_current = scales == Scales::Current && !resident;
         // With current scaling the greatest magnitudes stand in scale_inv until all tiles have read them.
         let kinds = [
-            (is_current || self.known.reset_amax || all.num_blocks == 0).then_some(Kind::Before),
+            (is_current || !resident && (self.known.reset_amax || all.num_blocks == 0)).then_some(Kind::Before),
             is_current.then_some(Kind::Tiles { row: false, column: false, aligned }),
-            Some(Kind::Tiles { row, column, aligned }),
+            Some(if resident { Kind::Resident { row, column } } else { Kind::Tiles { row, column, aligned } }),
             is_current.then_some(Kind::After),
         ];
         let [num_blocks, num_matrices] = [all.num_blocks, all.num_matrices];
@@ -432,16 +478,18 @@ impl<'k> Call<'k> {
             let variant = Variant { kind, from: self.known.from, to: self.known.to, form: self.form, scales, tile };
             let (blocks, threads, smem_bytes) = match kind {
                 Kind::Tiles { column, .. } => (num_blocks, tile.threads(), scales.smem_bytes(tile, self.known.to, column)),
+                Kind::Resident { .. } => (num_blocks, tile.threads(), tuning::resident_smem_bytes(self.known.from)),
                 Kind::Before | Kind::After => (num_matrices.div_ceil(MATRIX_THREADS), MATRIX_THREADS, 0),
             };
-            Step { variant, geometry: Geometry { grid: [blocks, 1, 1], threads, smem_bytes, ..Geometry::default() } }
+            let cooperative = matches!(kind, Kind::Resident { .. });
+            Step { variant, geometry: Geometry { grid: [blocks, 1, 1], threads, smem_bytes, cooperative, ..Geometry::default() } }
         })
     }
 
     fn queue<M: Copy>(&self, cuda: &Cuda, parameters: &Parameters<M>) -> Result<()> {
         for (i, step) in self.steps(&parameters.all).enumerate() {
             let kernel = KERNELS.get(OP, cuda.stream(), step.variant)?;
-            let geometry = Geometry { programmatic: is_programmatic(cuda, i), ..step.geometry };
+            let geometry = geometry_of(cuda, i, step.geometry);
             // SAFETY: the kernel was loaded for this stream's device and takes this struct; the validator has checked that the views behind its addresses
             // lie on the device and cover what the extents say, and the kernel compares what it reads from the device with the extents.
             unsafe { kernel.launch(cuda.stream(), &geometry, parameters) }?;

@@ -47,7 +47,7 @@ struct ParametersOfAll {
     float epsilon;
     u32 num_strips; // group: of STRIP_COLUMNS columns
     u32 tail_start; // group: matrices from this row on are cut into lower parts
-    u32 padding;
+    u32 num_parts;  // list: of all matrices, where a block casts several
 };
 
 // Of `status`; 0 when all was well.
@@ -237,21 +237,25 @@ DEVICE u8* columns_of(const Matrix& m, const Part& part) {
     return m.column + (u64)part.before * (m.num_columns * OUT) + part.first_column * column_stride_of(m, part) + part.first_row * OUT;
 }
 
+// The part of an entry of a table.
+template <class P> DEVICE void part_of_entry(const P& p, const Entry& entry, Part& found) {
+    found.matrix = entry.number;
+    found.start = 0;
+    found.before = 0;
+    found.num_valid = entry.matrix.num_rows;
+    found.height = padded(p, entry.matrix.num_rows);
+    found.first_row = entry.first_row;
+    found.num_rows = entry.num_rows;
+    found.first_column = entry.first_column;
+    if constexpr (HAS_SCALES) {
+        place_scales(found, entry.matrix, found.height, Sums{});
+    }
+}
+
 // Part `l` of a list: thread 0. A template, so that the form that is not there is not looked at.
 template <class P> DEVICE void find_in_list(const P& p, u32 l, Part& found) {
     if constexpr (TABLE) {
-        const Entry& entry = p.parts[l];
-        found.matrix = entry.number;
-        found.start = 0;
-        found.before = 0;
-        found.num_valid = entry.matrix.num_rows;
-        found.height = padded(p, entry.matrix.num_rows);
-        found.first_row = entry.first_row;
-        found.num_rows = entry.num_rows;
-        found.first_column = entry.first_column;
-        if constexpr (HAS_SCALES) {
-            place_scales(found, entry.matrix, found.height, Sums{});
-        }
+        part_of_entry(p, p.parts[l], found);
     } else {
         u32 first = 0, end = p.num_matrices;
         while (first + 1 < end) {

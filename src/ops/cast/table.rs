@@ -4,7 +4,7 @@ use super::check::Known;
 use bytemuck::{Pod, Zeroable};
 
 use super::gpu::{
-    BlockMatrix, Call, Entry, KERNELS, MAX_BLOCKS, MAX_STEPS, Matrix, Parameters, ParametersOfAll, Step, is_programmatic, too_many_parts,
+    BlockMatrix, Call, Entry, KERNELS, MAX_BLOCKS, MAX_STEPS, Matrix, Parameters, ParametersOfAll, Step, geometry_of, too_many_parts,
 };
 use super::tuning::{self, Tile};
 use super::variant::Form;
@@ -52,9 +52,7 @@ impl Table {
 
     fn of<E: Entry>(cuda: &Cuda, known: &Known, matrices: &[Operands<'_>], options: &Options<'_>) -> Result<Self> {
         let mut entries = vec![E::default(); matrices.len()];
-        let mut call = Call::of_list(cuda, known, matrices, Form::Table);
-        let packed = call.pack(matrices, 0, &mut entries)?;
-        call.aligned = packed.aligned;
+        let (call, packed) = Call::of_list(cuda, known, matrices, Form::Table).pack(cuda, matrices, 0, &mut entries)?;
         let mut all = ParametersOfAll::new(known, options);
         all.in_order(cuda, known, packed.num_elements);
         all.num_matrices = u32::try_from(matrices.len())
@@ -69,7 +67,8 @@ impl Table {
             cut_rows: tuning::cut_rows(call.tile, has_block_scales),
             tail: tuning::tail(call.tile, cuda.device().properties().num_sms, packed.num_parts.into(), tuning::TABLE_TAIL),
         };
-        all.num_blocks = push_parts(&mut words, &mut entries, known.pad_rows, &shape)?;
+        all.num_parts = push_parts(&mut words, &mut entries, known.pad_rows, &shape)?;
+        all.num_blocks = call.blocks(cuda, all.num_parts);
         let memory = Buffer::from_bytes(cuda.stream(), &words)?;
         let address = memory.address().address;
         let parameters = Parameters { all, matrices: Places { matrices: address, parts: address + parts_at as u64 } };
@@ -91,7 +90,7 @@ impl Table {
             ));
         }
         for (i, (kernel, geometry)) in self.launches.iter().flatten().enumerate() {
-            let geometry = Geometry { programmatic: is_programmatic(cuda, i), ..*geometry };
+            let geometry = geometry_of(cuda, i, *geometry);
             // SAFETY: the kernel was loaded for this device and takes this struct; table and tensors stay valid while the list lives, whose owner drops it
             // when the work has run, and the validator has checked that the views lie on the device and cover what the extents say.
             unsafe { kernel.launch(cuda.stream(), &geometry, &self.parameters) }?;

@@ -1,6 +1,7 @@
 //! How the kernels' constants follow from types.
 #![forbid(unsafe_code)]
 
+use crate::gpu::Properties;
 use crate::tensor::DType;
 
 /// What a block casts at once: constants of the kernels by the same names.
@@ -86,15 +87,65 @@ pub(super) fn tile(from: DType, to: DType, is_native: bool, mean_rows: usize) ->
     }
 }
 
+/// The tile of current scaling in one launch (measured: H200, of 64 x 128, 64 x 256, 128 x 128 and 128 x 256; docs/cast.md).
+pub(super) const RESIDENT_TILE: Tile = Tile { rows: 64, columns: 256, down: 1, across: 1, tail: 1, blocks: 2 };
+
+/// Tiles of a block that stay in shared memory; one more stays in registers (derived: two blocks' of 96 KiB fit in 228 KiB).
+pub(super) const RESIDENT_SLOTS: usize = 3;
+
+/// Tiles of a block at most (arbitrary: places of 32 bytes in shared memory, more than current scaling in one launch is good for).
+pub(super) const RESIDENT_MAX_TILES: usize = 32;
+
+/// Matrices at most (arbitrary: words of the program's memory, four sets of them).
+pub(super) const RESIDENT_MAX_MATRICES: usize = 1024;
+
+/// Rows of a matrix on average from which current scaling in one launch is better: lower ones leave much of a tile empty (derived: twice its rows).
+const RESIDENT_LEAST_ROWS: u64 = 128;
+
+/// Shared memory of a block of current scaling in one launch.
+pub(super) fn resident_smem_bytes(from: DType) -> u32 {
+    RESIDENT_SLOTS as u32 * u32::from(RESIDENT_TILE.rows) * u32::from(RESIDENT_TILE.columns) * from.size() as u32
+}
+
+/// Whether current scaling of aligned matrices takes one launch that keeps a part of its input on the chip (measured: H200, 32 MiB 24.2 us instead of 32.3, 64 MiB
+/// 57.3 and 61.5, 96 MiB 86.6 and 85.8).
+pub(super) fn is_resident(
+    device: &Properties,
+    (from, to): (DType, DType),
+    rows: u64,
+    num_matrices: u64,
+    num_elements: u64,
+    num_parts: u64,
+) -> bool {
+    let num_blocks = slots(RESIDENT_TILE, device.num_sms);
+    let tile_bytes = u64::from(RESIDENT_TILE.rows) * u64::from(RESIDENT_TILE.columns) * from.size() as u64;
+    let on_chip = num_blocks * (RESIDENT_SLOTS as u64 + 1) * tile_bytes;
+    // What a block has besides: places, words for each warp, what the driver keeps (arbitrary, more than that).
+    let smem_bytes = u32::from(RESIDENT_TILE.blocks) * (resident_smem_bytes(from) + 4096);
+    device.compute_capability >= (9, 0)
+        && device.cooperative_launch
+        && device.smem_bytes_per_sm >= smem_bytes
+        && is_native(device.compute_capability, to)
+        && (from.size(), to.size()) == (2, 1)
+        && num_matrices <= RESIDENT_MAX_MATRICES as u64
+        && num_matrices.saturating_mul(RESIDENT_LEAST_ROWS) <= rows
+        && num_elements.saturating_mul(from.size() as u64) <= 2 * on_chip
+        && num_blocks <= RESIDENT_MAX_BLOCKS
+        && num_parts <= num_blocks * RESIDENT_MAX_TILES as u64
+}
+
+/// Blocks at most: `TURN` of resident.cu.
+const RESIDENT_MAX_BLOCKS: u64 = 1 << 10;
+
 /// The tile of block scales (docs/cast.md has what was measured: H200, bf16 to e4m3): it is read twice, the second time from the first-level cache, which four of
-/// them fill. Inputs of f32, rounding by integer arithmetic and square blocks take more registers: with four blocks they would spill.
-pub(super) fn block_tile(from: DType, is_native: bool, is_square: bool) -> Tile {
+/// them fill. A block that finds its part in a table casts one tile, one that searches casts two (measured: H200, 0.959 and 0.921 of the copy, and with the search 0.893 and 0.904). Inputs of f32, rounding by integer arithmetic and square blocks take more registers: with four blocks they would spill.
+pub(super) fn block_tile(from: DType, is_native: bool, is_square: bool, has_table: bool) -> Tile {
     let blocks = match (from, is_native) {
         (_, false) => 1,
         (DType::F32, true) => 2,
         _ => 4 - u16::from(is_square),
     };
-    Tile { rows: 128, columns: 128, down: 1, across: 2, tail: 1, blocks }
+    Tile { rows: 128, columns: 128, down: 1, across: if has_table { 1 } else { 2 }, tail: 1, blocks }
 }
 
 /// Matrices that the parameters of a list's launch hold: the smallest of these that suffices (256: at most 32 KiB of parameters, spec: CUDA 12.1; the

@@ -24,6 +24,7 @@ macro_rules! sources {
 }
 const TILE_SOURCES: &[Source] = sources!("ops/cast/find_by_block.cuh", "ops/cast/tile.cu");
 const MATRICES_SOURCES: &[Source] = sources!("ops/cast/matrices.cu");
+const RESIDENT_SOURCES: &[Source] = sources!("gpu/device/grid.cuh", "ops/cast/resident.cu");
 const BLOCK_SOURCES: &[Source] = sources!("ops/cast/find_by_group.cuh", "ops/cast/block.cu");
 
 /// Threads of a block of `cast_matrices` (arbitrary, as in matrices.cu).
@@ -152,9 +153,9 @@ impl Scales {
         }
     }
 
-    pub(super) fn tile(self, from: DType, to: DType, is_native: bool, mean_rows: usize) -> Tile {
+    pub(super) fn tile(self, from: DType, to: DType, form: Form, is_native: bool, mean_rows: usize) -> Tile {
         match self {
-            Scales::Blocks { block, .. } => tuning::block_tile(from, is_native, block == Block::Square128),
+            Scales::Blocks { block, .. } => tuning::block_tile(from, is_native, block == Block::Square128, form == Form::Table),
             Scales::Given | Scales::Current => tuning::tile(from, to, is_native, mean_rows),
         }
     }
@@ -177,12 +178,17 @@ pub(super) enum Kind {
         column: bool,
         aligned: bool,
     },
+    /// All that current scaling takes, in one launch of blocks that run at the same time.
+    Resident {
+        row: bool,
+        column: bool,
+    },
 }
 
 impl Kind {
     /// What is done once a matrix knows no tiles: one kernel is enough.
     pub(super) fn tile(self, tile: Tile) -> Tile {
-        if matches!(self, Kind::Tiles { .. }) { tile } else { tuning::NO_TILE }
+        if matches!(self, Kind::Tiles { .. } | Kind::Resident { .. }) { tile } else { tuning::NO_TILE }
     }
 }
 
@@ -193,7 +199,11 @@ impl Spec for Variant {
             Scales::Blocks { block, stored, .. } => (block.extents().0, block.extents().1, stored as i64),
             Scales::Given | Scales::Current => (0, 0, 0),
         };
-        let (row, column) = if let Kind::Tiles { row, column, .. } = kind { (row, column) } else { (false, false) };
+        let (row, column, aligned) = match kind {
+            Kind::Tiles { row, column, aligned } => (row, column, aligned),
+            Kind::Resident { row, column } => (row, column, true),
+            Kind::Before | Kind::After => (false, false, false),
+        };
         let mut constants = vec![
             Constant::Type("FROM", from.name()),
             Constant::Type("TO", to.name()),
@@ -213,7 +223,7 @@ impl Spec for Variant {
             Constant::Int("MAX_MATRICES", form.max_matrices().into()),
         ];
         let (types, scale, form) = (format!("{from} to {to}"), scales.name(), form.name());
-        let Kind::Tiles { aligned, .. } = kind else {
+        if let Kind::Before | Kind::After = kind {
             constants.push(Constant::Bool("FINISH", kind == Kind::After));
             return Program {
                 name: format!("cast matrices {types}, {}, {scale}, {form}", if kind == Kind::After { "after" } else { "before" }),
@@ -226,7 +236,7 @@ impl Spec for Variant {
                 carveout: Carveout::Shared,
                 targets: Targets::All,
             };
-        };
+        }
         constants.extend([Constant::Int("BLOCKS", tile.blocks.into()), Constant::Bool("ALIGNED", aligned)]);
         let copies = match (row, column) {
             (true, true) => "both",
@@ -235,6 +245,24 @@ impl Spec for Variant {
             (false, false) => "amax",
         };
         let Tile { rows, columns, down, across, blocks, .. } = tile;
+        if let Kind::Resident { .. } = kind {
+            constants.extend([
+                Constant::Int("SLOTS", tuning::RESIDENT_SLOTS as i64),
+                Constant::Int("MAX_TILES", tuning::RESIDENT_MAX_TILES as i64),
+                Constant::Int("MAX_MEASURED", tuning::RESIDENT_MAX_MATRICES as i64),
+            ]);
+            return Program {
+                name: format!("cast resident {types}, {copies}, {scale}, {form} {rows}x{columns}, {blocks} resident"),
+                entry: "cast_resident",
+                sources: RESIDENT_SOURCES,
+                constants,
+                threads: tile.threads(),
+                smem_bytes: tuning::resident_smem_bytes(from),
+                max_registers: tile.max_registers(),
+                carveout: Carveout::Shared,
+                targets: Targets::Hopper,
+            };
+        }
         let beside = if across > 1 { format!("x{across}") } else { String::new() };
         let unaligned = if aligned { "" } else { ", unaligned" };
         let (entry, sources) = match scales {
@@ -267,7 +295,7 @@ pub(super) fn shipped() -> Vec<Variant> {
     let mut add = |kind: Kind, from: DType, to: DType, form: Form, scales: Scales, is_native: bool| {
         // High matrices and low ones.
         for mean_rows in [usize::MAX, 0] {
-            let variant = Variant { kind, from, to, form, scales, tile: kind.tile(scales.tile(from, to, is_native, mean_rows)) };
+            let variant = Variant { kind, from, to, form, scales, tile: kind.tile(scales.tile(from, to, form, is_native, mean_rows)) };
             if !all.contains(&variant) {
                 all.push(variant);
             }
@@ -311,6 +339,10 @@ pub(super) fn shipped() -> Vec<Variant> {
             add(both, from, to, Form::Group, scales, is_native);
         }
         add(both, DType::F32, to, Form::Group, scales, true);
+    }
+    for form in [Form::Group, Form::List(LIST_SIZES[0] as u16), Form::Table] {
+        let kind = Kind::Resident { row: true, column: true };
+        all.push(Variant { kind, from, to, form, scales: Scales::Current, tile: tuning::RESIDENT_TILE });
     }
     all
 }
