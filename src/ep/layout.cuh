@@ -104,9 +104,11 @@ struct Rank {
     const u32* first_expert; // when HAS_MAP: [WORLD + 1] where each owner's begin in `experts`
     u32 rank;
     u32 bank;
+    u32 is_one_device; // 1: all ranks are threads of one process on this device
+    u32 spare;
     u64 peers[WORLD]; // memory of every rank, at the addresses that this device uses; at the end of every parameter struct
 };
-static_assert(sizeof(Rank) == 64 + 8 * WORLD, "The host fills in the same struct.");
+static_assert(sizeof(Rank) == 72 + 8 * WORLD, "The host fills in the same struct.");
 
 DEVICE u64* word_at(const Rank& me, u32 peer, u64 offset, u64 index) {
     return (u64*)(me.peers[peer] + me.signals + offset) + index;

@@ -103,7 +103,7 @@ fn unnamed_fences(text: &str) -> Result<(), String> {
     let lines: Vec<&str> = text.lines().collect();
     for (i, line) in lines.iter().enumerate() {
         let code = line.split("//").next().unwrap_or_default();
-        if !["release_system()", "release_device()", "acquire_release_system()", "wait_for<"].iter().any(|call| code.contains(call)) {
+        if !["release_system()", "release_device()", "release_peers(", "wait_for<"].iter().any(|call| code.contains(call)) {
             continue;
         }
         let above = &lines[i.saturating_sub(NEARBY)..=i];

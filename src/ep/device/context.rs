@@ -72,6 +72,8 @@ pub(crate) struct Setup<'a> {
     pub timeout: Duration,
     /// Ranks of the world on this device, this one included.
     pub ranks_on_device: u32,
+    /// All ranks of the world are threads of this process on this device.
+    pub is_one_device: bool,
 }
 
 /// One rank's end of an object on a GPU: what every call's launches have in common. Making launches from it allocates nothing and waits for nothing.
@@ -104,7 +106,8 @@ impl Ctx {
     /// # Panics
     /// When there are not as many peers as ranks.
     pub fn new(setup: Setup<'_>) -> Self {
-        let Setup { cuda, config: c, plan: p, layout, kernels, rank, peers, private, host_record, timeout, ranks_on_device } = setup;
+        let Setup { cuda, config: c, plan: p, layout, kernels, rank, peers, private, host_record, timeout, ranks_on_device, is_one_device } =
+            setup;
         assert_eq!(peers.len(), p.world, "addresses of peers");
         let mut all = [0; MAX_RANKS];
         all[..p.world].copy_from_slice(peers);
@@ -119,6 +122,8 @@ impl Ctx {
             first_expert: if_map(layout.private.first_expert),
             rank: rank.0,
             bank,
+            is_one_device: is_one_device.into(),
+            spare: 0,
             peers: all,
         });
         let (segment_align, is_fixed) = match c.layout {

@@ -104,6 +104,7 @@ impl End {
             host_record: record.device_address()?,
             timeout,
             ranks_on_device,
+            is_one_device: ranks_here == identities.len(),
         });
         let (abort, record, rank) = (Some(abort), Some(record), world.rank().index());
         Ok(End {

@@ -103,6 +103,9 @@ pub(crate) struct RankParameters {
     pub first_expert: u64,
     pub rank: u32,
     pub bank: u32,
+    /// 1: all ranks are threads of one process on one device, so that its scope reaches them.
+    pub is_one_device: u32,
+    pub spare: u32,
     /// Memory of every rank, at the addresses that this device uses.
     pub peers: [u64; MAX_RANKS],
 }
@@ -144,7 +147,7 @@ const _: () = {
     assert!(size_of::<HostRecord>() == 16 + 64 + 2 * 8 * MAX_RANKS + 16 && offset_of!(HostRecord, demand) == 80);
     assert!(size_of::<BankHead>() == 288 && offset_of!(BankHead, arrival_start) == 16);
     assert!(size_of::<RoutingHead>() == 272 && offset_of!(RoutingHead, arrival_base) == 16);
-    assert!(size_of::<RankParameters>() == 64 + 8 * MAX_RANKS && offset_of!(RankParameters, peers) == 64);
+    assert!(size_of::<RankParameters>() == 72 + 8 * MAX_RANKS && offset_of!(RankParameters, peers) == 72);
     assert!(offset_of!(State, bank_epoch) == 8 && offset_of!(State, failed) == 24 && offset_of!(State, arrived) == 32);
 };
 
@@ -187,7 +190,7 @@ pub(crate) mod tests {
         same("BankHead", format!("{head:#?}"), &all);
         same("RoutingHead", format!("{:#?}", RoutingHead::zeroed()), &["num_tokens", "num_dropped", "arrival_base"]);
         same("Place", format!("{:#?}", Place::zeroed()), &["slot", "room"]);
-        same("Rank", format!("{:#?}", RankParameters::zeroed()), &["rank", "bank"]);
+        same("Rank", format!("{:#?}", RankParameters::zeroed()), &["rank", "bank", "is_one_device", "spare"]);
         for (name, size) in [
             ("Failure", size_of::<Failure>()),
             ("State", size_of::<State>()),

@@ -277,6 +277,14 @@ DEVICE void store(void* at, Vec16 v) {
 #endif
 }
 
+// Asks for the line of the second-level cache that holds this address. Nobody waits for it, it reads nothing and orders nothing: whoever writes there may do
+// so before or after. Nothing on AMD.
+DEVICE void prefetch(const void* at) {
+#if !PLATFORM_AMD
+    asm volatile("prefetch.global.L2 [%0];" ::"l"(at) : "memory");
+#endif
+}
+
 DEVICE u16 load_u16(const void* at) {
 #if PLATFORM_AMD
     return *(const GLOBAL(u16)*)at;

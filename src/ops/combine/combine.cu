@@ -184,7 +184,7 @@ KERNEL_UNROUNDED(THREADS) combine(PARAMETERS(CombineParameters) p) {
         const u32 talker = THREADS - 1 - thread;
         const bool talks = block_idx_x() == 0 && talker < WORLD;
         // sync ready: release, pairs with the acquire below of every peer
-        if (talks) release_system();
+        if (talks) release_peers(me.is_one_device != 0);
         u32 expected = 0;
         if (thread < WORLD) {
             expected = p.counts[me.rank * NUM_WORDS + thread];

@@ -19,7 +19,7 @@ KERNEL_UNROUNDED(THREADS) send(PARAMETERS(SendParameters) p) {
     const bool talks = peer < WORLD;
     wait_for_dependencies();
     // sync ready: release, before this thread's first load
-    if (talks) release_system();
+    if (talks) release_peers(me.is_one_device != 0);
     const u64 epoch = me.state->bank_epoch[me.bank];
     const u32 expected = WAITS && talks ? p.counts[me.rank * NUM_WORDS + peer] : 0;
     if (epoch == 0) return; // refused on all ranks

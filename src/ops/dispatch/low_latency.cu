@@ -116,7 +116,7 @@ KERNEL_UNROUNDED(THREADS) low_latency(PARAMETERS(LowLatencyParameters) p) {
     const u32 talker = THREADS - 1 - thread;
     wait_for_dependencies();
     // sync counts: release, before this thread's first load; pairs with the acquire below on every peer
-    if (block == 0 && talker < WORLD * WORLD) release_system();
+    if (block == 0 && talker < WORLD * WORLD) release_peers(me.is_one_device != 0);
     // The second warp: a wait for these loads would hold up the first one's.
     if (thread == WARP) {
         s.epoch = me.state->epoch + 1;
@@ -267,12 +267,12 @@ KERNEL_UNROUNDED(THREADS) low_latency(PARAMETERS(LowLatencyParameters) p) {
         // sync done: release; every block's rows, then the last block's words
         if (thread == 0) {
             // sync arrived: release, to the last block, which passes it on
-            release_system();
+            release_peers(me.is_one_device != 0);
             s.is_last = add_relaxed_device(&me.state->stored, 1) == blocks - 1;
             if (s.is_last) {
                 me.state->stored = 0;
                 // sync arrived: acquire of every block's release; sync done: release to the peers
-                acquire_release_system();
+                acquire_release_peers(me.is_one_device != 0);
             }
         }
         block_barrier();

@@ -315,7 +315,7 @@ KERNEL_UNROUNDED(THREADS) payload(PARAMETERS(PayloadParameters) p) {
         if (is_last) {
             me.state->arrived = 0;
             // sync arrived: acquire of every block's release; sync done: release to the peers
-            acquire_release_system();
+            acquire_release_peers(me.is_one_device != 0);
         }
     }
     block_barrier();

@@ -2,7 +2,8 @@
 //            matrix the first slot of this rank at every receiver (oracle::dispatch). Replay: the exchange alone.
 // Layout     topk_idx [T, K] of Index, topk_weights f32 [T, K] or null; routing: head, sent [T, NUM_DESTINATIONS] ascending rank then NONE, records
 //            [T, ROUTE_BYTES] as they travel, counts [WORLD, NUM_WORDS]; bank: BankHead. Words: layout.cuh.
-// Work       a grid of 1 to MAX_BLOCKS blocks that run at once, each a run of tokens, a thread per token; block 0 talks to the peers.
+// Work       a grid of 1 to MAX_BLOCKS blocks that run at once, each a run of tokens, a thread per token; block 0 talks to the peers. The others warm rows of x; with
+//            SMALL they do nothing else and need not run at once.
 // Shared     totals by warp and by block, the count matrix: struct Shared.
 // Sync       counts: the posting threads of block 0 release at entry (nothing that this kernel does is released by these words, only what came before
 //            it), then store; pairs with the acquiring polls of every peer (2, 3). blocks: words tagged with the epoch, released by nothing.
@@ -13,9 +14,13 @@ constexpr u32 MAX_BLOCKS = 16; // measured (H200, 2 ranks, 4096 tokens, neither 
 struct RouteParameters {
     Call call;
     u64* block_words; // [MAX_BLOCKS, NUM_WORDS]
+    const char* x;    // of the payload behind this kernel
+    u64 x_stride;
+    u32 x_row_bytes;
+    u32 warm_rows; // the first so many rows are asked into the second-level cache
     Rank me;
 };
-static_assert(sizeof(RouteParameters) == 152 + sizeof(Rank), "The host fills in the same struct.");
+static_assert(sizeof(RouteParameters) == 176 + sizeof(Rank), "The host fills in the same struct.");
 
 static_assert(THREADS >= 2 * WARP, "The second warp has work of its own.");
 constexpr u32 TILE = MOST_TILE < THREADS ? MOST_TILE : THREADS; // tokens routed at a time
@@ -40,6 +45,7 @@ DEVICE void store_totals(Shared& s, u32 warp, u32 lane, u32 low, u32 high) {
 }
 
 constexpr u32 WARPS_AT_ONCE = PLATFORM_AMD ? 1 : NUM_WARPS; // as MASKS_AT_ONCE
+constexpr u32 BLOCKS_AT_ONCE = PLATFORM_AMD ? 1 : MAX_BLOCKS;
 
 DEVICE u32 total_below(const Shared& s, u32 warp, u32 rank) {
     u32 sum = 0;
@@ -64,6 +70,15 @@ DEVICE void append(List& list, u32 num, u32 entry) {
     for (u32 i = 0; i < NUM_DESTINATIONS; i++) list.entry[i] = i == num ? entry : list.entry[i];
 }
 
+// Memory is idle while words travel, so the first rows of the payload are read then: part `part` of `parts`, first rows first. Nothing is written, and a row that
+// nobody wants costs its reading.
+constexpr u32 LINE_BYTES = 128; // spec: a line of the second-level cache
+
+DEVICE void warm(const RouteParameters& p, u32 part, u32 parts) {
+    const u32 lines = (p.x_row_bytes + LINE_BYTES - 1) / LINE_BYTES;
+    for (u32 i = part * THREADS + thread_idx(); i < p.warm_rows * lines; i += parts * THREADS) prefetch(p.x + i / lines * p.x_stride + i % lines * LINE_BYTES);
+}
+
 KERNEL_UNROUNDED(THREADS) route(PARAMETERS(RouteParameters) p) {
     SHARED Shared s;
     SHARED Vec16 staged[RECORDS_WHOLE ? THREADS * ROUTE_VECTORS : 1];
@@ -74,14 +89,17 @@ KERNEL_UNROUNDED(THREADS) route(PARAMETERS(RouteParameters) p) {
     // The last threads talk to the peers: few tokens leave them free, and the fence overlaps what the others load.
     const u32 talker = THREADS - 1 - thread;
     wait_for_dependencies();
-    // sync counts: release, before this thread's first load; pairs with the acquire below on every peer
-    if (block == 0 && talker < WORLD * NUM_WORDS) release_system();
-    // The second warp: a wait for these loads would hold up the first one's.
-    if (thread == WARP) {
-        s.epoch = me.state->epoch + 1;
-        s.aborted = is_aborted(me);
-        s.problem = s.aborted ? FAILED : 0;
+    if (SMALL && !REPLAY && block_idx_x() != 0) {
+        warm(p, block_idx_x() - 1, grid_blocks() - 1);
+        return;
     }
+    // Dependents start when every block has said so or ended: the first one says it for the grid.
+    if (block != 0) launch_dependents();
+    // sync counts: release, before this thread's first load; pairs with the acquire below on every peer
+    if (block == 0 && talker < WORLD * NUM_WORDS) release_peers(me.is_one_device != 0);
+    // Asked for here, used when the tokens are counted.
+    const u64 last_epoch = thread == WARP ? me.state->epoch : 0;
+    const bool was_aborted = thread == WARP && is_aborted(me);
     u32 num_tokens = REPLAY ? call.routing->num_tokens : call.device_tokens ? *call.device_tokens : call.num_tokens;
     const bool is_oversize = num_tokens > call.most_tokens;
     const u32 asked = num_tokens;
@@ -115,6 +133,11 @@ KERNEL_UNROUNDED(THREADS) route(PARAMETERS(RouteParameters) p) {
         }
         store_totals(s, warp, lane, low, high);
     }
+    if (thread == WARP) {
+        s.epoch = last_epoch + 1;
+        s.aborted = was_aborted;
+        s.problem = was_aborted ? FAILED : 0;
+    }
     block_barrier();
     const u64 epoch = s.epoch;
     const bool aborted = s.aborted;
@@ -145,13 +168,15 @@ KERNEL_UNROUNDED(THREADS) route(PARAMETERS(RouteParameters) p) {
             }
         }
         block_barrier();
+        if (block != 0) warm(p, block - 1, blocks - 1);
     }
     const auto own_count = [&](u32 r) {
         if (REPLAY) return call.counts[me.rank * NUM_WORDS + r];
         if (r >= WORLD) return s.expert_totals[r - WORLD < EXPERTS ? r - WORLD : 0];
         if (blocks == 1) return total_below(s, NUM_WARPS, r);
         u32 sum = 0;
-        for (u32 b = 0; b < blocks; b++) sum += s.block_totals[b][r];
+#pragma unroll BLOCKS_AT_ONCE
+        for (u32 b = 0; b < MAX_BLOCKS; b++) sum += b < blocks ? s.block_totals[b][r] : 0;
         return sum;
     };
 
@@ -164,8 +189,9 @@ KERNEL_UNROUNDED(THREADS) route(PARAMETERS(RouteParameters) p) {
         }
     }
 
-    // Where each token goes, while the words travel.
-    if (!REPLAY) {
+    // Where each token goes, while the words travel. A warp without tokens polls at once.
+    const bool has_tokens = BY_EXPERT || num_tiles > 1 || first + warp * WARP < end;
+    if (!REPLAY && has_tokens) {
         u32 base_low = 0, base_high = 0; // of rank lane, lane + WARP
         if (blocks > 1) {
             for (u32 b = 0; b != block; b++) {
@@ -256,7 +282,7 @@ KERNEL_UNROUNDED(THREADS) route(PARAMETERS(RouteParameters) p) {
         }
         if (warp == 0) {
             if (lane == 0) me.state->epoch = epoch;
-            decide(me, call, s.matrix, s.problem, epoch, asked, num_tokens, true, s.decision);
+            if (!IS_PLAIN || !decide_plain(me, call, s.matrix, s.problem, epoch, num_tokens)) decide(me, call, s.matrix, s.problem, epoch, asked, num_tokens, true, s.decision);
         }
     }
     if (failed) report(me);

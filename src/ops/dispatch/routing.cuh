@@ -342,3 +342,41 @@ DEVICE bool decide(const Rank& me, const Call& call, const u32 (&matrix)[WORLD][
     refuse(me, call, matrix, problem, epoch, asked, d);
     return true;
 }
+
+// By token, nothing dropped, a lane for each rank: what `decide` decides when all is well, in registers and few instructions (measured, H200, 128 tokens, 2 ranks: a
+// dispatch 0.16 us shorter). Otherwise writes nothing and returns false. Done by the first warp.
+constexpr bool IS_PLAIN = !BY_EXPERT && !MAY_DROP && WORLD <= WARP;
+
+DEVICE bool decide_plain(const Rank& me, const Call& call, const u32 (&matrix)[WORLD][WORLD], u32 problem, u64 epoch, u32 num_tokens) {
+    const u32 lane = thread_idx() % WARP;
+    const bool is_rank = lane < WORLD;
+    const u32 r = is_rank ? lane : 0;
+    u32 demand = 0, base = 0, start = 0;
+#pragma unroll MASKS_AT_ONCE
+    for (u32 sender = 0; sender < WORLD; sender++) {
+        const u32 there = matrix[sender][r], here = matrix[sender][me.rank];
+        demand += there;
+        base += sender < me.rank ? there : 0;
+        start += sender < r ? here : 0;
+    }
+    const u32 end = start + matrix[r][me.rank];
+    if (problem != 0 || lanes_where(is_rank && demand > call.max_rows) != 0) return false;
+    if (is_rank) {
+        if (!REPLAY) call.routing->arrival_base[lane] = base;
+        call.arrival->arrival_start[lane] = start;
+    }
+    if (lane == WORLD - 1) {
+        me.state->bank_epoch[me.bank] = epoch;
+        call.arrival->arrival_start[WORLD] = end;
+        call.arrival->num_arrivals = end;
+        call.arrival->num_rows = end;
+        call.arrival->num_dropped = 0;
+        call.arrival->is_valid = 1;
+        if (!REPLAY) {
+            call.routing->num_dropped = 0;
+            call.routing->epoch = epoch;
+            call.routing->num_tokens = num_tokens;
+        }
+    }
+    return true;
+}

@@ -228,19 +228,29 @@ fn kept(ctx: &Ctx, bank: u32, routing: u64) -> CallParameters {
 
 fn route(ctx: &Ctx, call: &Call) -> Result<()> {
     let kernels = &ctx.kernels.dispatch;
-    let call_parameters = call.parameters(ctx);
     // A call that is refused for its number of tokens routes none.
     let small = call.tokens.most.min(ctx.max_tokens) <= kernels.choice.small_route_tokens();
     let kernel = &kernels.route[usize::from(small)][call.index as usize];
-    let blocks = if small { 1 } else { kernels.route_blocks(call.tokens, kernel) };
-    let block_words = ctx.private(ctx.layout.private.block_words);
-    queue(ctx, kernel, blocks, &RouteParameters { call: call_parameters, block_words, me: *ctx.me(call.bank) })
+    let blocks = if small { kernels.small_route_blocks(kernel) } else { kernels.route_blocks(call.tokens, kernel) };
+    queue_route(ctx, kernel, blocks, call.parameters(ctx), &call.payload, call.bank)
 }
 
 fn route_again(ctx: &Ctx, call: &ReplayCall) -> Result<()> {
-    let block_words = ctx.private(ctx.layout.private.block_words);
-    let parameters = RouteParameters { call: kept(ctx, call.bank, call.routing), block_words, me: *ctx.me(call.bank) };
-    queue(ctx, &ctx.kernels.dispatch.replay, 1, &parameters)
+    queue_route(ctx, &ctx.kernels.dispatch.replay, 1, kept(ctx, call.bank, call.routing), &call.payload, call.bank)
+}
+
+fn queue_route(ctx: &Ctx, kernel: &Loaded<RouteParameters>, blocks: u32, call: CallParameters, payload: &Payload, bank: u32) -> Result<()> {
+    let choice = &ctx.kernels.dispatch.choice;
+    let parameters = RouteParameters {
+        call,
+        block_words: ctx.private(ctx.layout.private.block_words),
+        x: payload.x,
+        x_stride: payload.x_stride,
+        x_row_bytes: choice.row.x_row_bytes(),
+        warm_rows: choice.warm_rows().min(payload.x_rows),
+        me: *ctx.me(bank),
+    };
+    queue(ctx, kernel, blocks, &parameters)
 }
 
 fn low_latency(ctx: &Ctx, call: &Call) -> Result<()> {

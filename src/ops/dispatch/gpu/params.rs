@@ -41,6 +41,10 @@ pub(super) struct CallParameters {
 pub(super) struct RouteParameters {
     pub call: CallParameters,
     pub block_words: u64,
+    pub x: u64,
+    pub x_stride: u64,
+    pub x_row_bytes: u32,
+    pub warm_rows: u32,
     pub me: RankParameters,
 }
 
@@ -149,7 +153,7 @@ pub(super) struct ReportParameters {
 const _: () = {
     use std::mem::offset_of;
     assert!(size_of::<CallParameters>() == 144);
-    assert!(offset_of!(RouteParameters, me) == 152);
+    assert!(offset_of!(RouteParameters, me) == 176);
     assert!(offset_of!(LowLatencyParameters, me) == 192);
     assert!(offset_of!(PayloadParameters, me) == 136);
     assert!(offset_of!(ReceiveParameters, me) == 8);
@@ -180,7 +184,7 @@ mod tests {
         let words = ["num_tokens", "max_tokens", "max_rows", "most_tokens", "segment_align", "rows_per_expert"];
         assert_same_fields(text, "Call", &format!("{:#?}", CallParameters::zeroed()), &words);
         assert!(text.contains(&format!("static_assert(sizeof(Call) == {},", size_of::<CallParameters>())));
-        same!("route.cu", RouteParameters, []);
+        same!("route.cu", RouteParameters, ["x_row_bytes", "warm_rows"]);
         same!("low_latency.cu", LowLatencyParameters, ["copies", "x_rows"]);
         same!("payload.cu", PayloadParameters, ["max_rows", "max_tokens", "x_rows", "waits", "triggers", "spare"]);
         same!("receive.cu", ReceiveParameters, []);

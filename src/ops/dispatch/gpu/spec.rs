@@ -103,6 +103,11 @@ impl Row {
         self.quantize.map_or(1, |(_, dtype)| dtype.size() as u32)
     }
 
+    /// Bytes of a row of x.
+    pub fn x_row_bytes(&self) -> u32 {
+        self.row_bytes * self.x_vectors()
+    }
+
     /// Vectors of which a part is a multiple: 8 lanes hold a block, 32 the four blocks of a word of packed scales (blocks.cuh, payload.cu).
     pub fn align(&self, is_by_expert: bool) -> u32 {
         match (self.quantize, self.scales) {
