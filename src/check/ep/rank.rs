@@ -14,8 +14,8 @@ use crate::ep::{Config, ExpertParallel, Tuning, World};
 use crate::error::{Demand, Error, Result};
 use crate::ops::combine::{self, ExpertRows};
 use crate::ops::dispatch::{self, Arrival, NumTokens, Outputs, Payload, Routing};
-use crate::oracle::compare;
 use crate::oracle::dispatch::Dispatched;
+use crate::oracle::{compare, float};
 use crate::random::SplitMix64;
 use crate::tensor::{DType, Layout, TensorViewMut};
 
@@ -399,6 +399,12 @@ fn outputs<'a>(
     })
 }
 
+/// Sums are of types with more than one NaN, of which backends may give any.
+fn hash_values(dtype: DType, bytes: &[u8], hasher: &mut DefaultHasher) {
+    let of = |value: f32| if value.is_nan() { f32::NAN.to_bits() } else { value.to_bits() };
+    float::values(dtype, bytes).into_iter().map(of).for_each(|bits| bits.hash(hasher));
+}
+
 /// One rank's outputs of a combine, poisoned.
 struct Output {
     out: Matrix,
@@ -448,14 +454,31 @@ impl Output {
         let got = self.out.contiguous(self.num_tokens);
         note(compare::equal("out", self.dtype, &[self.num_tokens, self.hidden], &got, &sums.out[rank]).map_err(Failed::from));
         note(self.out.check("out", self.num_tokens));
-        got.hash(hasher);
+        hash_values(self.dtype, &got, hasher);
         out.extend(got);
         if let (Some(folded), Some(want)) = (&self.topk_weights, &sums.folded) {
             let got = folded.contiguous(self.num_tokens);
             let want = bytemuck::cast_slice(&want[rank]);
             note(compare::equal("topk_weights", DType::F32, &[self.num_tokens, self.k], &got, want).map_err(Failed::from));
             note(folded.check("topk_weights", self.num_tokens));
-            got.hash(hasher);
+            hash_values(DType::F32, &got, hasher);
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn any_nan_is_one_value() {
+        let of = |values: [u32; 2]| {
+            let mut hasher = DefaultHasher::new();
+            hash_values(DType::F32, bytemuck::cast_slice(&values), &mut hasher);
+            hasher.finish()
+        };
+        assert_eq!(of([0x7FC0_0000, 1]), of([0xFFFF_FFFF, 1]));
+        assert_ne!(of([0x7FC0_0000, 1]), of([0x7F80_0000, 1]));
+        assert_ne!(of([0, 1]), of([0x8000_0000, 1]));
     }
 }
