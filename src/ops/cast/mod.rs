@@ -165,6 +165,9 @@ pub enum Scaling {
     /// One scale for each matrix, from its own greatest magnitude (current scaling): `largest / max(amax, epsilon)`; 1 when that maximum is 0 (a
     /// matrix of zeros, of NaN only, or without elements) or infinite; f32's largest finite value when the quotient is infinite. `power_of_two`
     /// then clears its mantissa. Two reads of the input. FP8 outputs only.
+    ///
+    /// On a GPU inputs of up to about twice what its multiprocessors hold take one cooperative launch, which begins when it has all of them: behind a kernel
+    /// of another stream that waits for what comes after this call it never begins.
     Current {
         /// Least magnitude; 0 for none.
         epsilon: f32,
