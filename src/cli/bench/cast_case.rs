@@ -64,9 +64,14 @@ impl Case {
         (self.columns * (self.total_rows() * self.from.size() + 2 * self.padded_rows() * self.to.size())) as u64
     }
 
-    /// Whether it is also cast as a list, by the plain kernel and by a peer.
+    /// Whether it is also cast as a list.
     pub fn has_list(&self) -> bool {
-        matches!(self.group, "shapes" | "counts" | "host")
+        matches!(self.group, "shapes" | "counts" | "host" | "scales")
+    }
+
+    /// Whether the plain kernel and a peer can do it.
+    fn is_plain(&self) -> bool {
+        self.has_list() && self.scaling == Scaling::Given
     }
 
     fn options(&self) -> Options<'static> {
@@ -105,6 +110,29 @@ impl Case {
             }
             _ => [strided([across, of_rows])?, strided([along, of_columns])?],
         }))
+    }
+}
+
+impl Case {
+    /// As [`scale_layouts`](Self::scale_layouts), of one of its matrices alone, whose scales have two extents in every layout.
+    fn scale_layouts_of_one(&self, rows: usize) -> Result<Option<[Layout; 2]>> {
+        let one = Case { rows: vec![rows], ..self.clone() };
+        let (Some([of_rows, of_columns]), Some((lines, length, dtype))) = (one.scale_layouts()?, one.blocks()) else { return Ok(None) };
+        // The layout of a group's column scales is flat when it is row-major.
+        let is_flat = of_columns.shape().len() == 1;
+        let shape = [self.columns.div_ceil(lines), one.padded_rows().div_ceil(length)];
+        Ok(Some([of_rows, if is_flat { Layout::contiguous("bench", dtype, &shape)? } else { of_columns }]))
+    }
+
+    /// Where the scales of each matrix of a list begin, of one copy, and how many bytes they take in all.
+    fn scale_places(&self, copy: usize) -> Result<(Vec<(usize, Layout)>, usize)> {
+        let (mut places, mut at) = (Vec::new(), 0usize);
+        for &rows in &self.rows {
+            let Some(layouts) = self.scale_layouts_of_one(rows)? else { break };
+            places.push((at, layouts[copy]));
+            at = (at + layouts[copy].extent_bytes()).next_multiple_of(ALIGN);
+        }
+        Ok((places, at))
     }
 }
 
@@ -203,6 +231,8 @@ pub struct ListMemory {
     column: Buffer,
     amax: Buffer,
     scale_inv: Buffer,
+    /// Of the rows and of the columns.
+    scales: [Buffer; 2],
 }
 
 impl ListMemory {
@@ -211,7 +241,19 @@ impl ListMemory {
         let most = cases.iter().filter(|case| case.has_list()).map(|case| case.total_rows() * case.columns).max().unwrap_or(0);
         let (device, words) = (stream.device(), MAX_MATRICES * 4);
         let buffer = |len| Buffer::new(device, len);
-        Ok(ListMemory { row: buffer(most + ALIGN)?, column: buffer(most + ALIGN)?, amax: buffer(words)?, scale_inv: buffer(words)? })
+        let mut scale_bytes = [0; 2];
+        for case in cases.iter().filter(|case| case.has_list()) {
+            for (copy, most) in scale_bytes.iter_mut().enumerate() {
+                *most = case.scale_places(copy)?.1.max(*most);
+            }
+        }
+        Ok(ListMemory {
+            row: buffer(most + ALIGN)?,
+            column: buffer(most + ALIGN)?,
+            amax: buffer(words)?,
+            scale_inv: buffer(words)?,
+            scales: [buffer(scale_bytes[0])?, buffer(scale_bytes[1])?],
+        })
     }
 }
 
@@ -246,11 +288,16 @@ fn operands<'a>(case: &Case, memory: &'a Memory, set: usize, list: &'a mut ListM
     let rows = list.row.views_mut(&cut(&|i| of([case.rows[i], columns], case.to), &start)?)?;
     let transposed = list.column.views_mut(&cut(&|i| of([columns, case.rows[i]], case.to), &start)?)?;
     let (amax, scale_inv) = (list.amax.views_mut(&word)?, list.scale_inv.views_mut(&word)?);
+    let [of_rows, of_columns] = &mut list.scales;
+    let mut scales = of_rows.views_mut(&case.scale_places(0)?.0)?.into_iter().zip(of_columns.views_mut(&case.scale_places(1)?.0)?);
     let outputs = rows.into_iter().zip(transposed).zip(amax.into_iter().zip(scale_inv));
     let matrix = |(i, ((row, column), (amax, scale_inv)))| {
         let x = memory.x[set].view(start(i) * case.from.size(), of([case.rows[i], columns], case.from)?)?;
-        let scale = memory.scale.view(4 * i, Layout::contiguous("bench", DType::F32, &[1])?)?;
-        Ok(Operands::new(x).scale(scale).row(row).column(column).amax(amax).scale_inv(scale_inv))
+        let operands = Operands::new(x).row(row).column(column).amax(amax);
+        Ok(match scales.next() {
+            Some((of_rows, of_columns)) => operands.row_scales(of_rows).column_scales(of_columns),
+            None => operands.scale(memory.scale.view(4 * i, Layout::contiguous("bench", DType::F32, &[1])?)?).scale_inv(scale_inv),
+        })
     };
     outputs.enumerate().map(matrix).collect()
 }
@@ -293,6 +340,8 @@ impl<'a> Held<'a> {
             let of_list = backend.clone();
             ways.push(Way { name: "list", run: Box::new(move |i| self.list(&of_list, i)) });
             ways.push(Way { name: "prepared", run: Box::new(move |i| self.prepared(&backend, i)) });
+        }
+        if self.case.is_plain() {
             ways.push(Way {
                 name: "base",
                 run: Box::new(|i| self.with_tensors(i, |tensors| plain_cast(&self.memory.stream, tensors, &self.offsets))),
@@ -456,21 +505,12 @@ fn compare(case: &Case, memory: &Memory, way: &str, [row, column, amax]: [&Buffe
             if case.scaling == Scaling::Given {
                 operands = operands.scale(TensorView::from_slice(&scale, &[1])?);
             }
-            let one = Case { rows: vec![rows], ..case.clone() };
-            if let Some(layouts) = one.scale_layouts()? {
-                // The layout of a group's column scales is flat when it is row-major; of one matrix it has two extents.
-                let (lines, length, dtype) = one.blocks().unwrap_or((1, 1, DType::F32));
-                let flat = layouts[1].shape().len() == 1;
-                let of_columns = if flat {
-                    Layout::contiguous("bench", dtype, &[columns.div_ceil(lines), padded.div_ceil(length)])?
-                } else {
-                    layouts[1]
-                };
-                scales.extend([layouts[0], of_columns].map(|layout| vec![0u8; layout.extent_bytes()]));
+            if let Some(layouts) = case.scale_layouts_of_one(rows)? {
+                scales.extend(layouts.map(|layout| vec![0u8; layout.extent_bytes()]));
                 let (first, second) = scales.split_at_mut(1);
                 operands = operands
                     .row_scales(TensorViewMut::new(&mut first[0], layouts[0])?)
-                    .column_scales(TensorViewMut::new(&mut second[0], of_columns)?);
+                    .column_scales(TensorViewMut::new(&mut second[0], layouts[1])?);
             }
             cast(&Backend::cpu(), &mut [operands], &case.options())?;
         }
