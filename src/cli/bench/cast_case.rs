@@ -111,9 +111,7 @@ impl Case {
             _ => [strided([across, of_rows])?, strided([along, of_columns])?],
         }))
     }
-}
 
-impl Case {
     /// As [`scale_layouts`](Self::scale_layouts), of one of its matrices alone, whose scales have two extents in every layout.
     fn scale_layouts_of_one(&self, rows: usize) -> Result<Option<[Layout; 2]>> {
         let one = Case { rows: vec![rows], ..self.clone() };

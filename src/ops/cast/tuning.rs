@@ -138,12 +138,14 @@ pub(super) fn is_resident(
 const RESIDENT_MAX_BLOCKS: u64 = 1 << 10;
 
 /// The tile of block scales (docs/cast.md has what was measured: H200, bf16 to e4m3): it is read twice, the second time from the first-level cache, which four of
-/// them fill. A block that finds its part in a table casts one tile, one that searches casts two (measured: H200, 0.959 and 0.921 of the copy, and with the search 0.893 and 0.904). Inputs of f32, rounding by integer arithmetic and square blocks take more registers: with four blocks they would spill.
-pub(super) fn block_tile(from: DType, is_native: bool, is_square: bool, has_table: bool) -> Tile {
+/// them fill. A block that finds its part in a table casts one tile, one that searches casts two (measured: H200, 0.959 and 0.921 of the copy, and with the search
+/// 0.893 and 0.904). Inputs of f32, rounding by integer arithmetic, square blocks, and in a table all formulas but DeepGEMM's of f32 scales take more registers:
+/// with four blocks they would spill.
+pub(super) fn block_tile(from: DType, is_native: bool, fits_four: bool, has_table: bool) -> Tile {
     let blocks = match (from, is_native) {
         (_, false) => 1,
         (DType::F32, true) => 2,
-        _ => 4 - u16::from(is_square),
+        _ => 3 + u16::from(fits_four),
     };
     Tile { rows: 128, columns: 128, down: 1, across: if has_table { 1 } else { 2 }, tail: 1, blocks }
 }

@@ -155,7 +155,11 @@ impl Scales {
 
     pub(super) fn tile(self, from: DType, to: DType, form: Form, is_native: bool, mean_rows: usize) -> Tile {
         match self {
-            Scales::Blocks { block, .. } => tuning::block_tile(from, is_native, block == Block::Square128, form == Form::Table),
+            Scales::Blocks { block, formula, .. } => {
+                let has_table = form == Form::Table;
+                let fits_four = block != Block::Square128 && (!has_table || formula == Formulas::DeepGemm);
+                tuning::block_tile(from, is_native, fits_four, has_table)
+            }
             Scales::Given | Scales::Current => tuning::tile(from, to, is_native, mean_rows),
         }
     }
@@ -339,6 +343,8 @@ pub(super) fn shipped() -> Vec<Variant> {
             add(both, from, to, Form::Group, scales, is_native);
         }
         add(both, DType::F32, to, Form::Group, scales, true);
+        // A tile of its own.
+        add(both, from, to, Form::Table, scales, true);
     }
     for form in [Form::Group, Form::List(LIST_SIZES[0] as u16), Form::Table] {
         let kind = Kind::Resident { row: true, column: true };

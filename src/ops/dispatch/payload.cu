@@ -6,7 +6,7 @@
 // Work       a warp takes a part of a row: PARTS parts of each token, UNROLL vectors of 16 bytes a lane at a time; read once, written to each
 //            destination. Any grid: only the block that stores last signals and waits.
 // Shared     the flag of the last block; with BULK the barriers of the copies and, dynamic, the rows.
-// Sync       done: every block that had a row releases to the device and counts itself (4); the last one releases to the system, then one thread per peer stores (5)
+// Sync       done: every block that had a row releases to the device and counts itself (4); the last one releases to the peers, then one thread per peer stores (5)
 //            and polls, acquiring (6). Pairs with the same lines of every peer.
 // Requires   slots below max_rows or the row is left out; route.cu of this epoch has ended (waited for): its acquire covers the credit. With QUANTIZE
 //            parts are whole blocks of 128 elements.

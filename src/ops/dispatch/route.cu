@@ -7,7 +7,7 @@
 // Shared     totals by warp and by block, the count matrix: struct Shared.
 // Sync       counts: the posting threads of block 0 release at entry (nothing that this kernel does is released by these words, only what came before
 //            it), then store; pairs with the acquiring polls of every peer (2, 3). blocks: words tagged with the epoch, released by nothing.
-// Requires   T <= max_tokens or the refusal path; SMALL: one block, T <= TILE (half the code, all of it in use: 0.5 us); THREADS a multiple of WARP; the kernel before this one in the stream has ended (waited for).
+// Requires   T <= max_tokens or the refusal path; SMALL: one block routes, T <= TILE (half the code, all of it in use: 0.5 us); THREADS a multiple of WARP; the kernel before this one in the stream has ended (waited for).
 
 constexpr u32 MAX_BLOCKS = 16; // measured (H200, 2 ranks, 4096 tokens, neither rows nor records): 11.0 us with 8 blocks, 9.0 with 16
 
