@@ -2,6 +2,7 @@
 #![forbid(unsafe_code)]
 
 use std::collections::HashMap;
+use std::iter::once;
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
@@ -71,12 +72,12 @@ impl Phases {
     }
 }
 
-/// Threads of a block that are tried.
+/// Threads of a block that are tried, beside those that are chosen now.
 const THREADS: [u32; 3] = [128, 256, 512];
 /// Warps of a grid that are tried, as parts of those that are chosen now; the nearest first.
 const WARPS: [(u32, u32); 6] = [(1, 1), (3, 4), (3, 2), (1, 2), (2, 1), (1, 4)];
-/// Most blocks (arbitrary: beyond the best of every measurement so far).
-const MOST_BLOCKS: u32 = 2048;
+/// Most blocks (those of the rule: measured up to half of it).
+const MOST_BLOCKS: u32 = 16384;
 /// Geometries whose times differ by less are equal, and the smaller grid is taken (measured: medians of runs differ by about this much).
 const SAME: f64 = 1.01;
 
@@ -252,8 +253,10 @@ fn plan(arguments: &Arguments, job: &Job, tokens: usize) -> Plan {
 fn candidates(now: Launch, job: &Job) -> Vec<(u32, u32)> {
     let mut all = Vec::new();
     let warps = u64::from(now.blocks) * u64::from(now.threads);
+    let others = THREADS.into_iter().filter(|threads| *threads != now.threads);
+    let threads: Vec<u32> = once(now.threads).chain(others).filter(|threads| job.threads.is_none_or(|only| only == *threads)).collect();
     for (part, whole) in WARPS {
-        for threads in THREADS.into_iter().filter(|threads| job.threads.is_none_or(|only| only == *threads)) {
+        for &threads in &threads {
             let blocks = (warps * u64::from(part)).div_ceil(u64::from(whole) * u64::from(threads));
             let blocks = u32::try_from(blocks).unwrap_or(MOST_BLOCKS).clamp(1, MOST_BLOCKS.min(job.sms.unwrap_or(MOST_BLOCKS)));
             if !all.contains(&(blocks, threads)) && (blocks, threads) != (now.blocks, now.threads) {
@@ -399,6 +402,9 @@ mod tests {
         assert!(all.contains(&(32, 256)) && all.contains(&(128, 128)) && all.contains(&(64, 512)) && !all.contains(&(64, 256)));
         let only = candidates(launch(64, 256), &Job { threads: Some(512), sms: Some(10), ..job });
         assert!(!only.is_empty() && only.iter().all(|&(blocks, threads)| threads == 512 && blocks <= 10));
+        // Threads that none of ours are: their neighbours are tried too, and grids of many blocks.
+        let quarters = candidates(launch(1639, 320), &Job { phase: TablePhase::Dispatch, sms: None, threads: None, bound: Duration::ZERO });
+        assert!(quarters.contains(&(3278, 320)) && quarters.contains(&(8195, 128)) && quarters.len() == 23);
     }
 
     #[test]

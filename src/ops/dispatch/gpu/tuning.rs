@@ -122,9 +122,9 @@ impl Choice {
         self.phase().geometry.map_or(measured, |(_, threads)| threads)
     }
 
-    /// Blocks, likewise.
-    fn blocks(&self, tokens: Tokens, class: Class, chosen: u32) -> u32 {
-        let measured = self.measured.blocks(tokens.likely, class).map_or(chosen, |blocks| blocks.min(MOST_BLOCKS));
+    /// Blocks, likewise, but of rule and table at most `most`.
+    fn blocks(&self, tokens: Tokens, class: Class, chosen: u32, most: u32) -> u32 {
+        let measured = self.measured.blocks(tokens.likely, class).unwrap_or(chosen).min(most);
         self.within(self.phase().geometry.map_or(measured, |(blocks, _)| blocks))
     }
 
@@ -279,7 +279,7 @@ impl Choice {
         let parts = self.row.num_vectors().div_ceil(LANES);
         let items = u64::from(tokens.likely.max(1)) * u64::from(parts) * u64::from(self.shape.num_destinations().min(4));
         let share = self.num_sms * 256 / threads / self.ranks_on_device; // each multiprocessor has 256 such threads
-        self.blocks(tokens, Class::Few, blocks_for(items, threads).min(share.max(1)))
+        self.blocks(tokens, Class::Few, blocks_for(items, threads).min(share.max(1)), MOST_BLOCKS)
     }
 
     pub fn payload_blocks(&self, tokens: Tokens, class: Class) -> u32 {
@@ -293,7 +293,7 @@ impl Choice {
             Class::Many => blocks.saturating_mul(2),
         };
         let most = if self.many_parts() > 1 && class == Class::Many { MOST_SMALL_BLOCKS } else { MOST_BLOCKS };
-        self.blocks(tokens, self.reachable(class), chosen.min(most))
+        self.blocks(tokens, self.reachable(class), chosen, most)
     }
 
     pub fn arrange_blocks(&self, tokens: Tokens, class: Class) -> u32 {
@@ -478,7 +478,7 @@ impl Choice {
 mod tests {
     use super::*;
     use crate::ep::device::tuning::Measure;
-    use crate::ep::{Layout, Mode, Quantize};
+    use crate::ep::{Layout, Mode, Provenance, Quantize, Table, TableRow};
     use crate::tensor::DType;
 
     fn base() -> Config {
@@ -517,6 +517,20 @@ mod tests {
             (c.low_latency_blocks(Tokens::exactly(1), threads), threads, parts, staged_rows)
         };
         assert_eq!((of(2), of(8)), ((7, 256, 28, 32), (28, 128, 28, 32)));
+    }
+
+    #[test]
+    fn tables_have_as_many_blocks_as_the_rule_may() {
+        let of = |world: usize, blocks| {
+            let config = base();
+            let key = Key::new(TablePhase::Dispatch, &config, &config.plan(world).unwrap(), world as u32, None);
+            let row = TableRow { key: key.clone(), tokens: 4096, blocks, threads: 256, seconds: 1e-5, before_seconds: 1e-5 };
+            let gpu = format!("a made-up GPU of {world} ranks");
+            Table { gpu: gpu.clone(), arch: String::new(), provenance: Provenance::default(), rows: vec![row] }.install();
+            let choice = Choice { measured: Measured::find(&gpu, &key), ..choice(&config, world, Tuning::default()) };
+            [4096, 16384].map(|tokens| payload(&choice, tokens).0)
+        };
+        assert_eq!((of(2, 600), of(4, 1639), of(8, 7168)), ([600, 1024], [1639, 6556], [7168, 16384]));
     }
 
     #[test]
