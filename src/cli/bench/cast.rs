@@ -299,14 +299,15 @@ fn measure_case(
         return Ok(());
     }
     let nodes = (GRAPH_SECONDS / (case.moved_bytes() as f64 / 3e12 + 3e-6)) as usize; // 3e12, 3e-6: arbitrary, a rate and a launch
-    let num_nodes = nodes.clamp(NUM_SETS, MAX_NODES) / NUM_SETS * NUM_SETS;
+    let turns = case.num_turns();
+    let num_nodes = nodes.clamp(turns, MAX_NODES.max(turns)) / turns * turns;
     let copy = |i| held.copy(i);
     let mut replays: Vec<Replay> = ways.iter().map(|way| Replay::capture(stream, &way.run, num_nodes)).collect::<Result<_>>()?;
     replays.push(Replay::capture(stream, copy, num_nodes)?);
     let names = ways.iter().map(|way| way.name).chain(["copy"]);
     let mut arms: Vec<Arm<'_>> =
         names.clone().zip(&replays).map(|(name, replay)| Arm::new(name, move || replay.time(stream, NUM_REPLAYS))).collect();
-    arms.push(Arm::new("copy, eager", || eager_samples(stream, copy, NUM_SETS, NUM_REPLAYS)));
+    arms.push(Arm::new("copy, eager", || eager_samples(stream, copy, turns, NUM_REPLAYS)));
     let measured = rounds(&mut arms, NUM_ROUNDS, is_reversed, &Cooldown::none())?;
     drop(arms);
     let mut figures = Vec::new();

@@ -12,8 +12,10 @@ use moe_kernels::{Backend, Cuda, DType, Result, TensorView, TensorViewMut};
 
 use super::slots::bytes;
 
-/// Sets of buffers that take turns: every case is larger than twice the cache divided by this (derived: 0.2 GB, H200's cache is 60 MiB).
+/// Sets of buffers that take turns: a case is larger than twice the cache divided by this (derived: 0.2 GB, H200's cache is 60 MiB), or has several places in each.
 pub const NUM_SETS: usize = 2;
+/// Bytes that calls of a small case go through before they come back to their first place (derived: four times H200's cache).
+const ROTATED_BYTES: usize = 240 << 20;
 /// Where tensors begin (spec: what an allocator gives).
 const ALIGN: usize = 256;
 /// Bytes of random input, repeated (arbitrary: larger than what is in flight).
@@ -62,6 +64,21 @@ impl Case {
     /// Bytes that must be read and written; scales and greatest magnitudes are not counted.
     pub fn moved_bytes(&self) -> u64 {
         (self.columns * (self.total_rows() * self.from.size() + 2 * self.padded_rows() * self.to.size())) as u64
+    }
+
+    /// Places that its tensors have in each buffer, one behind the other. What is cast as a list too is large, or measured for its calls.
+    fn num_places(&self) -> usize {
+        if self.has_list() { 1 } else { ROTATED_BYTES.div_ceil(NUM_SETS * self.moved_bytes() as usize) }
+    }
+
+    /// Calls after which the first tensors come again.
+    pub fn num_turns(&self) -> usize {
+        NUM_SETS * self.num_places()
+    }
+
+    /// Where the tensor of call `i` begins in its buffer, if it has so many bytes.
+    fn place(&self, i: usize, bytes: usize) -> usize {
+        i / NUM_SETS % self.num_places() * bytes.next_multiple_of(ALIGN)
     }
 
     /// Whether it is also cast as a list.
@@ -159,7 +176,9 @@ const MAX_MATRICES: usize = 2048;
 impl Memory {
     /// Enough for every one of the cases.
     pub fn new(stream: &Stream, cases: &[Case]) -> Result<Self> {
-        let most = |bytes: &dyn Fn(&Case) -> usize| cases.iter().map(bytes).max().unwrap_or(0).next_multiple_of(ALIGN) + ALIGN;
+        let most = |bytes: &dyn Fn(&Case) -> usize| {
+            cases.iter().map(|case| case.num_places() * bytes(case).next_multiple_of(ALIGN)).max().unwrap_or(0) + ALIGN
+        };
         let device = stream.device();
         let set = |len: usize| (0..NUM_SETS).map(move |_| Buffer::new(device, len));
         let cell = |buffer: Result<Buffer>| buffer.map(RefCell::new);
@@ -354,7 +373,9 @@ impl<'a> Held<'a> {
     /// The driver's copy of half of the bytes: the ceiling.
     pub fn copy(&self, i: usize) -> Result<()> {
         let (from, to) = (&self.memory.x[i % NUM_SETS], &self.memory.x[(i + 1) % NUM_SETS]);
-        to.copy_from(&self.memory.stream, 0, from, 0, (self.case.moved_bytes() as usize / 2).min(from.len()))
+        let bytes = (self.case.moved_bytes() as usize / 2).min(from.len());
+        let at = self.case.place(i, bytes);
+        to.copy_from(&self.memory.stream, at, from, at, bytes)
     }
 
     fn layout(&self, dtype: DType, shape: &[usize]) -> Result<Layout> {
@@ -369,9 +390,11 @@ impl<'a> Held<'a> {
             let (mut amax, mut scale_inv) = (memory.amax.borrow_mut(), memory.scale_inv.borrow_mut());
             let (num, padded) = (case.rows.len(), case.padded_rows());
             let words = self.layout(DType::F32, &[num])?;
-            let mut operands = Operands::new(memory.x[set].view(0, self.layout(case.from, &[case.total_rows(), case.columns])?)?)
-                .row(row.view_mut(0, self.layout(case.to, &[padded, case.columns])?)?)
-                .column(column.view_mut(0, self.layout(case.to, &[padded * case.columns])?)?)
+            let x = self.layout(case.from, &[case.total_rows(), case.columns])?;
+            let at = case.place(i, padded * case.columns * case.to.size());
+            let mut operands = Operands::new(memory.x[set].view(case.place(i, x.extent_bytes()), x)?)
+                .row(row.view_mut(at, self.layout(case.to, &[padded, case.columns])?)?)
+                .column(column.view_mut(at, self.layout(case.to, &[padded * case.columns])?)?)
                 .amax(amax.view_mut(0, words)?);
             match self.scale_layouts {
                 Some([of_rows, of_columns]) => {
