@@ -27,7 +27,8 @@ pub struct Tuning {
 /// What a caller sets of one phase.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, serde::Serialize)]
 pub struct PhaseTuning {
-    /// Blocks and threads of a block of the kernel that moves the rows. Where blocks wait for peers, never more than run at once.
+    /// Blocks and threads of a block of the kernel that moves the rows. An object whose largest calls have blocks that wait for peers is refused with more of
+    /// them than run at once; where only those of smaller calls wait, these are cut.
     pub geometry: Option<(u32, u32)>,
     /// Most multiprocessors that the phase occupies.
     pub sms: Option<u32>,

@@ -309,13 +309,13 @@ fn promised() -> Outcome {
     run(1, true, any).map(drop).map_err(|error| failed("alone", &error))
 }
 
-/// A combine of a block on each multiprocessor, from each of two ranks.
+/// A combine of a block on each multiprocessor, from each of two ranks, whose blocks wait. Where calls are so large that theirs do not, those of smaller calls are cut.
 fn refused() -> Outcome {
     let Backend::Cuda(cuda) = Backend::cuda(0)? else { unreachable!("a GPU was asked for") };
     let num_sms = cuda.device().num_sms();
     for geometry in [(num_sms, 512), (4 * num_sms, 512)] {
         let tuning = Tuning { combine: PhaseTuning { geometry: Some(geometry), sms: None }, ..Tuning::default() };
-        let config = Config { max_tokens: 4096, ..base() };
+        let config = Config { max_tokens: 128, ..base() };
         let results = World::run(&Backend::cuda(0)?, 2, |world| {
             moe_kernels::ep::ExpertParallel::with_tuning(&world, config.clone(), tuning).map(drop)
         })?;
@@ -327,6 +327,13 @@ fn refused() -> Outcome {
                 other => return Err(format!("{geometry:?}: {other:?}").into()),
             }
         }
+        let config = Config { max_tokens: 4096, ..base() };
+        let work = |world: World| -> Result<()> {
+            let mut rig = Rig::new(&world, &config, Options { tuning, ..Options::default() })?;
+            (0..3).try_for_each(|_| rig.round(0))?;
+            rig.finish()
+        };
+        run_sharing(2, false, work).map_err(|error| failed(&format!("{geometry:?}, many tokens"), &error))?;
     }
     Ok(())
 }

@@ -186,6 +186,11 @@ impl Choice {
         self.mapping(class).waits_before && !self.tuning.measure.skip_signals
     }
 
+    /// Whether the caller's blocks wait for peers. They are meant for the largest calls: where those wait before, blocks of smaller ones that wait are cut.
+    fn waits_with_geometry(&self) -> bool {
+        self.phase().geometry.is_some() && !self.mapping(Class::Many).waits_before
+    }
+
     fn prepare_parts(&self, class: Class) -> u32 {
         // In groups of 8 lanes of 16 elements, 4 of them a warp's step; arbitrary: all of a row's steps at once when rows are few.
         let steps = self.row.hidden.div_ceil(16 * LANES);
@@ -340,7 +345,7 @@ impl Loaded {
 
     /// The grids whose blocks wait for peers.
     pub fn waiting(&self, device: &Device) -> Result<Vec<Waiting>> {
-        let is_fixed = self.choice.phase().geometry.is_some();
+        let is_fixed = self.choice.waits_with_geometry();
         let mut all = Vec::new();
         if let Some(wait) = &self.wait {
             all.push(wait.waiting(device, "send", 1, is_fixed)?);
@@ -380,7 +385,7 @@ impl Loaded {
 
     /// Unless the caller has said how many.
     pub fn limit_waiting(&self, blocks: u32) {
-        if self.choice.phase().geometry.is_none() {
+        if !self.choice.waits_with_geometry() {
             self.most_waiting.store(blocks.max(1), Ordering::Relaxed);
         }
     }
@@ -453,6 +458,19 @@ mod tests {
                 }
             }
         }
+    }
+
+    #[test]
+    fn blocks_of_a_caller_wait_only_where_the_largest_calls_do() {
+        let phase = |sms| PhaseTuning { geometry: Some((14336, 64)), sms };
+        let of = |max_tokens, sms| {
+            choice(&Config { max_tokens, ..base() }, 2, Tuning { combine: phase(sms), ..Tuning::default() }).waits_with_geometry()
+        };
+        assert_eq!(
+            [(128, None), (192, None), (193, None), (4096, None), (4096, Some(66))].map(|(t, sms)| of(t, sms)),
+            [true, true, false, false, true]
+        );
+        assert!(!choice(&Config { max_tokens: 128, ..base() }, 2, Tuning::default()).waits_with_geometry());
     }
 
     #[test]
