@@ -64,7 +64,10 @@ pub fn trials() -> Vec<Trial> {
     let of_shares =
         [Mutant::ShareOfOne, Mutant::ShareOfAll, Mutant::BlockStores, Mutant::NoRelease(Label::Done), Mutant::NoAcquire(Label::Done)];
     for mutant in of_shares {
-        add(format!("mutants::shares of blocks: {mutant:?}"), Box::new(move || must_fail(|| under(&[mutant], page::counted_blocks)).map(|_| ())));
+        add(
+            format!("mutants::shares of blocks: {mutant:?}"),
+            Box::new(move || must_fail(|| under(&[mutant], page::counted_blocks)).map(|_| ())),
+        );
     }
     for step in protocol::all_steps() {
         add(format!("mutants::without {step}"), Box::new(move || order_is_found(&|s| without(s, step), false)));
