@@ -39,6 +39,7 @@ pub fn trials() -> Vec<Trial> {
     add("page::left".into(), Box::new(|| passes(|| page::published(Label::Left))));
     add("page::meet".into(), Box::new(|| passes(|| page::published(Label::Meet))));
     add("page::doorbell".into(), Box::new(|| passes(page::doorbell)));
+    add("blocks::each one adds its share".into(), Box::new(|| passes(page::counted_blocks)));
     add("blocks::the last one signals".into(), Box::new(|| passes(|| page::last_block(Ordering::AcqRel))));
     for label in Label::ALL {
         let fences: &[Mutant] = match label {
@@ -60,6 +61,14 @@ pub fn trials() -> Vec<Trial> {
         "mutants::blocks do not release".into(),
         Box::new(|| must_fail(|| under(&[Mutant::NoRelease(Label::Done)], || page::last_block(Ordering::AcqRel))).map(|_| ())),
     );
+    let of_shares =
+        [Mutant::ShareOfOne, Mutant::ShareOfAll, Mutant::BlockStores, Mutant::NoRelease(Label::Done), Mutant::NoAcquire(Label::Done)];
+    for mutant in of_shares {
+        add(
+            format!("mutants::shares of blocks: {mutant:?}"),
+            Box::new(move || must_fail(|| under(&[mutant], page::counted_blocks)).map(|_| ())),
+        );
+    }
     for step in protocol::all_steps() {
         add(format!("mutants::without {step}"), Box::new(move || order_is_found(&|s| without(s, step), false)));
     }

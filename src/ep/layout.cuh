@@ -12,6 +12,7 @@ constexpr u32 NUM_WORDS = WORLD + (BY_EXPERT ? NUM_EXPERTS : 0);
 static_assert(WORLD >= 1 && WORLD <= MAX_RANKS && K >= 1 && K <= 32, "The tables are made for 64 ranks and 32 routes.");
 
 // Count words (`ep/signal.rs`): epoch 40 bits, count 20, bank 1, invalid 1, kind 2.
+// Done words: epoch 40 bits; below them, until all blocks of the next one have stored their rows, what those that have add up to.
 constexpr u32 EPOCH_SHIFT = 24;
 constexpr u32 COUNT_SHIFT = 4;
 constexpr u64 COUNT_MASK = (1 << 20) - 1;
@@ -26,7 +27,7 @@ constexpr u32 POSITION_MASK = (1 << RANK_SHIFT) - 1;
 constexpr u64 ABORT = 0;                                    // u64: not 0 once any rank failed
 constexpr u64 FAILURES = 128;                               // [WORLD] Failure, by writer
 constexpr u64 COUNTS = FAILURES + 64 * WORLD;               // u64 [2 parities of the epoch, sender, NUM_WORDS], compared with ==
-constexpr u64 DONE = COUNTS + 16ull * WORLD * NUM_WORDS;    // u64 [sender], compared with >=
+constexpr u64 DONE = COUNTS + 16ull * WORLD * NUM_WORDS;    // u64 [sender], epochs compared with >=
 constexpr u64 READY = DONE + 8 * WORLD;                     // u64 [2 banks, sender]: epoch of the arrival, compared with >=
 constexpr u64 SIGNAL_BYTES = READY + 16 * WORLD;
 
@@ -48,7 +49,7 @@ struct State {
     u64 epoch;         // last dispatch or replay; advanced by its first kernel
     u64 bank_epoch[2]; // dispatch that filled the bank; 0 after one that was refused
     u64 failed;        // in its lower half: a wait of this rank came to its bound
-    u32 arrived;       // blocks of the running kernel that have stored their rows; 0 between kernels
+    u32 arrived;       // blocks of the running kernel that have been counted; 0 between kernels
     u32 stored;        // the same for a second count in one kernel
     u64 spare[3];
 };
@@ -201,19 +202,23 @@ DEVICE bool give_up(const Rank& me, u32 op, u32 phase, u32 peer, u64 wanted, u64
     return true;
 }
 
+// Kinds of words. READY holds an epoch, the others hold one above what else they say.
+enum class Words { COUNT, DONE, READY };
+
 // Polls a word until it is of the epoch (count words) or at least of it (the others), and acquires. Returns its value, or 0 after a failure of
 // any rank.
-template <bool IS_COUNT> DEVICE u64 wait_for(const Rank& me, u32 op, u32 phase, u32 peer, const u64* at, u64 wanted, bool& failed) {
+template <Words KIND> DEVICE u64 wait_for(const Rank& me, u32 op, u32 phase, u32 peer, const u64* at, u64 wanted, bool& failed) {
     u64 start = 0;
     bool is_gone = false;
     for (u32 polls = 0;; polls++) {
         const u64 value = load_acquire_system(at);
-        if (IS_COUNT ? value >> EPOCH_SHIFT == wanted : value >= wanted) return value;
+        const u64 seen = KIND == Words::READY ? value : value >> EPOCH_SHIFT;
+        if (KIND == Words::COUNT ? seen == wanted : seen >= wanted) return value;
         if (polls % 32 != 31) continue; // arbitrary: the clock is read every 20 us at most
         if (start == 0) start = time_ns();
         if (must_end(me, polls)) return 0;
         if (is_gone || time_ns() - start > me.timeout_ns) {
-            failed |= give_up(me, op, phase, peer, wanted, IS_COUNT ? value >> EPOCH_SHIFT : value, is_gone ? FAILED_LEFT : FAILED_TIMEOUT);
+            failed |= give_up(me, op, phase, peer, wanted, seen, is_gone ? FAILED_LEFT : FAILED_TIMEOUT);
             return 0;
         }
         is_gone = has_left(me, peer, polls); // then 32 more polls

@@ -3,7 +3,7 @@
 use std::sync::atomic::Ordering::{AcqRel, Relaxed, SeqCst};
 use std::time::Duration;
 
-use loom::sync::atomic::{AtomicU32, fence};
+use loom::sync::atomic::{AtomicU32, AtomicU64, fence};
 use loom::sync::{Condvar, Mutex};
 use moe_kernels::ep::bell::{Bell, Sleepers};
 use moe_kernels::ep::signal::{Label, Word, observe, publish, publish_first};
@@ -119,7 +119,41 @@ pub fn doorbell() {
     );
 }
 
-/// As `payload.cu` and `low_latency.cu` complete their rows: every block releases to the device and counts itself, the last one releases to the
+/// As `payload.cu` completes its rows where all ranks are on one device: every block releases and adds its share to the done word of the peer. The two
+/// epochs before were refused and left the word as it was. Of device code this can only be a likeness.
+pub fn counted_blocks() {
+    const EPOCH: u64 = 3;
+    const SHIFT: u32 = 24; // EPOCH_SHIFT of layout.cuh
+    struct Blocks {
+        rows: [LoomPayload; 2],
+        done: AtomicU64,
+    }
+    let new = || Blocks { rows: [LoomPayload::new(), LoomPayload::new()], done: AtomicU64::new(0) };
+    Loom::explore(3, new, move |blocks, thread| {
+        if thread < 2 {
+            let others = if has(Mutant::ShareOfOne) { 0 } else { 1 };
+            // The other block may have added its share by now: that is below the epoch.
+            let said = if thread == 0 { blocks.done.load(Relaxed) } else { 0 };
+            let said = if has(Mutant::ShareOfAll) { said } else { said >> SHIFT << SHIFT };
+            let share = if thread == 0 { (EPOCH << SHIFT) - said - others } else { 1 };
+            blocks.rows[thread].write(3);
+            <Loom as moe_kernels::ep::signal::Memory>::release(Label::Done);
+            if has(Mutant::BlockStores) {
+                blocks.done.store(EPOCH << SHIFT, Relaxed);
+            } else {
+                blocks.done.fetch_add(share, Relaxed);
+            }
+        } else {
+            while blocks.done.load(Relaxed) >> SHIFT < EPOCH {
+                Loom::pause(0);
+            }
+            <Loom as moe_kernels::ep::signal::Memory>::acquire(Label::Done);
+            assert_eq!(blocks.rows.each_ref().map(Payload::read), [3, 3]);
+        }
+    });
+}
+
+/// As `low_latency.cu`, and `payload.cu` on several devices, complete their rows: every block releases to the device and counts itself, the last one releases to the
 /// system what it saw of the others too. Of device code this can only be a likeness.
 pub fn last_block(last_fence: std::sync::atomic::Ordering) {
     struct Blocks {

@@ -28,6 +28,12 @@ pub enum Mutant {
     FewCopies,
     /// The last of several first failures stays.
     LastWins,
+    /// The first block of a kernel adds to a done word as if it were the only one.
+    ShareOfOne,
+    /// It takes what the others have added already for a part of the epoch.
+    ShareOfAll,
+    /// A block stores the done word instead of adding to it.
+    BlockStores,
 }
 
 thread_local! {

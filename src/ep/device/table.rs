@@ -272,7 +272,7 @@ Blocks and threads of the kernel that moves rows are chosen by the first of thes
    more or fewer as the call has tokens.
    The table of another model is never used.
 3. the rule. Dispatch: a warp for each of 14 parts of a row to 16 tokens, of 4 to 512; above, rows whole and twice as many blocks, but of ranks that share
-   the GPU 3 or 4 quarters and more fourteenths; 256 threads (512 for 17 to 512 tokens at more than 4 ranks, and with --sms; 320 with quarters); at most
+   the GPU 3 or 4 sevenths and more fourteenths; 256 threads (512 for 17 to 512 tokens at more than 4 ranks, and with --sms; 192 with sevenths); at most
    1024 blocks, of parts of many rows 16384. Combine: a warp for each part, of 32 vectors to 16 tokens, 7 parts above; many tokens (above 192; 128 where
    more than 2 ranks share the GPU, 32 with more than 4) in blocks of 64 threads behind a kernel that waits; fewer in blocks that wait, of 256 threads
    (512 to 16 tokens at up to 4 ranks, above where more than 2 share the GPU, and with --sms), never more than run at once on the rank's share of the GPU.

@@ -139,6 +139,15 @@ DEVICE void add_shared(u32* at, u32 value) {
 #endif
 }
 
+// Nothing comes back, so nobody waits for it. Within one device.
+DEVICE void count_relaxed_device(u64* at, u64 value) {
+#if PLATFORM_AMD
+    __hip_atomic_fetch_add(at, value, __ATOMIC_RELAXED, __HIP_MEMORY_SCOPE_AGENT);
+#else
+    asm volatile("red.relaxed.gpu.global.add.u64 [%0], %1;" ::"l"(at), "l"(value) : "memory");
+#endif
+}
+
 // Sets `at` to `value` if it is 0; returns the value before. Within one device.
 DEVICE u32 claim_relaxed_device(u32* at, u32 value) {
 #if PLATFORM_AMD

@@ -194,7 +194,7 @@ KERNEL_UNROUNDED(THREADS) combine(PARAMETERS(CombineParameters) p) {
         epoch = shared_epoch;
         if (talks && epoch != 0) store_relaxed_system(word_at(me, talker, READY, me.bank * WORLD + me.rank), epoch);
         // sync ready: acquire
-        if (expected != 0 && epoch != 0) has_failed = wait_for<false>(me, OP_COMBINE, PHASE_READY, thread, word_at(me, me.rank, READY, me.bank * WORLD + thread), epoch, failed) == 0;
+        if (expected != 0 && epoch != 0) has_failed = wait_for<Words::READY>(me, OP_COMBINE, PHASE_READY, thread, word_at(me, me.rank, READY, me.bank * WORLD + thread), epoch, failed) == 0;
         if (block_any(has_failed)) item = NONE; // reads nothing
     }
     // Nothing here waits for a peer any more, so a dependent may take the place.

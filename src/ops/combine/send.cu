@@ -27,7 +27,7 @@ KERNEL_UNROUNDED(THREADS) send(PARAMETERS(SendParameters) p) {
     if (!WAITS) return;
     bool failed = false;
     // sync ready: acquire
-    const bool has_failed = expected != 0 && wait_for<false>(me, OP_COMBINE, PHASE_READY, peer, word_at(me, me.rank, READY, me.bank * WORLD + peer), epoch, failed) == 0;
+    const bool has_failed = expected != 0 && wait_for<Words::READY>(me, OP_COMBINE, PHASE_READY, peer, word_at(me, me.rank, READY, me.bank * WORLD + peer), epoch, failed) == 0;
     if (has_failed) me.state->bank_epoch[me.bank] = 0; // combine.cu reads nothing
     // Only when all have: the first thread that lets dependents start does so for the block, and they would take the places of what the others wait for.
     block_barrier();

@@ -231,7 +231,7 @@ KERNEL_UNROUNDED(THREADS) low_latency(PARAMETERS(LowLatencyParameters) p) {
     for (u32 i = talker; i < WORLD * WORLD && !aborted; i += THREADS) {
         const u32 sender = i / WORLD, r = i % WORLD;
         // sync counts: acquire, as said above
-        const u64 word = wait_for<true>(me, OP, PHASE_COUNTS, sender, word_at(me, me.rank, COUNTS, count_index(epoch, sender, r)), epoch, failed);
+        const u64 word = wait_for<Words::COUNT>(me, OP, PHASE_COUNTS, sender, word_at(me, me.rank, COUNTS, count_index(epoch, sender, r)), epoch, failed);
         const u32 count = (u32)(word >> COUNT_SHIFT & COUNT_MASK);
         problem |= problem_of(me, word);
         s.matrix[sender][r] = count | marks_of(me, word);
@@ -277,7 +277,7 @@ KERNEL_UNROUNDED(THREADS) low_latency(PARAMETERS(LowLatencyParameters) p) {
         }
         block_barrier();
         if (s.is_last) {
-            for (u32 peer = thread; peer < WORLD; peer += THREADS) store_relaxed_system(word_at(me, peer, DONE, me.rank), epoch);
+            for (u32 peer = thread; peer < WORLD; peer += THREADS) store_relaxed_system(word_at(me, peer, DONE, me.rank), epoch << EPOCH_SHIFT);
         }
     }
 
@@ -317,7 +317,7 @@ KERNEL_UNROUNDED(THREADS) low_latency(PARAMETERS(LowLatencyParameters) p) {
     }
     // (6) sync done: acquire, pairs with the release above on every peer
     for (u32 peer = thread; block == 0 && peer < WORLD; peer += THREADS) {
-        if (s.matrix[peer][me.rank] > STAGED_ROWS) wait_for<false>(me, OP, PHASE_ROWS, peer, word_at(me, me.rank, DONE, peer), epoch, failed);
+        if (s.matrix[peer][me.rank] > STAGED_ROWS) wait_for<Words::DONE>(me, OP, PHASE_ROWS, peer, word_at(me, me.rank, DONE, peer), epoch, failed);
     }
     if (failed) report(me);
 }

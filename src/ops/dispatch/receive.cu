@@ -2,7 +2,7 @@
 // Layout     counts: as route.cu wrote them. Words: layout.cuh.
 // Work       one block, a thread per peer.
 // Shared     nothing.
-// Sync       done: polls, acquiring; pairs with the last block of payload.cu on every peer.
+// Sync       done: polls, acquiring; pairs with the blocks of payload.cu on every peer.
 // Requires   payload.cu of this bank with `waits` 0.
 
 struct ReceiveParameters {
@@ -18,7 +18,7 @@ KERNEL_UNROUNDED(THREADS) receive(PARAMETERS(ReceiveParameters) p) {
     const u64 epoch = me.state->bank_epoch[me.bank];
     if (epoch == 0 || peer >= WORLD) return; // refused on all ranks
     bool failed = false;
-    // sync done: acquire, pairs with the last block of payload.cu on every peer
-    if (p.counts[peer * NUM_WORDS + me.rank] != 0) wait_for<false>(me, OP_DISPATCH, PHASE_ROWS, peer, word_at(me, me.rank, DONE, peer), epoch, failed);
+    // sync done: acquire, pairs with the blocks of payload.cu on every peer
+    if (p.counts[peer * NUM_WORDS + me.rank] != 0) wait_for<Words::DONE>(me, OP_DISPATCH, PHASE_ROWS, peer, word_at(me, me.rank, DONE, peer), epoch, failed);
     if (failed) report(me);
 }

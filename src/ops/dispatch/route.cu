@@ -151,7 +151,7 @@ KERNEL_UNROUNDED(THREADS) route(PARAMETERS(RouteParameters) p) {
         for (u32 i = thread; i < needed * WORLD; i += THREADS) {
             const u32 b = i / WORLD, r = i % WORLD;
             // sync blocks: polls of words that carry what they say
-            const u64 word = wait_for<true>(me, OP, PHASE_BLOCKS, me.rank, p.block_words + b * NUM_WORDS + r, epoch, failed);
+            const u64 word = wait_for<Words::COUNT>(me, OP, PHASE_BLOCKS, me.rank, p.block_words + b * NUM_WORDS + r, epoch, failed);
             if (word == 0) problem |= FAILED;
             s.block_totals[b][r] = (u32)(word & ((1 << EPOCH_SHIFT) - 1));
         }
@@ -162,7 +162,7 @@ KERNEL_UNROUNDED(THREADS) route(PARAMETERS(RouteParameters) p) {
             for (u32 i = thread + (block == 0 ? EXPERTS : 0); i < needed * EXPERTS; i += THREADS) {
                 const u32 b = i / EXPERTS, e = i % EXPERTS;
                 // sync blocks: as above
-                const u64 word = wait_for<true>(me, OP, PHASE_BLOCKS, me.rank, p.block_words + b * NUM_WORDS + WORLD + e, epoch, failed);
+                const u64 word = wait_for<Words::COUNT>(me, OP, PHASE_BLOCKS, me.rank, p.block_words + b * NUM_WORDS + WORLD + e, epoch, failed);
                 if (word == 0) problem |= FAILED;
                 add_shared(block == 0 ? &s.expert_totals[e] : &s.experts.running[e], (u32)(word & ((1 << EPOCH_SHIFT) - 1)));
             }
@@ -261,7 +261,7 @@ KERNEL_UNROUNDED(THREADS) route(PARAMETERS(RouteParameters) p) {
 #pragma unroll 1
         for (u32 i = talker; i < WORLD * NUM_WORDS && !aborted; i += THREADS) {
             const u32 sender = i / NUM_WORDS, r = i % NUM_WORDS;
-            const u64 word = wait_for<true>(me, OP, PHASE_COUNTS, sender, word_at(me, me.rank, COUNTS, count_index(epoch, sender, r)), epoch, failed);
+            const u64 word = wait_for<Words::COUNT>(me, OP, PHASE_COUNTS, sender, word_at(me, me.rank, COUNTS, count_index(epoch, sender, r)), epoch, failed);
             const u32 count = (u32)(word >> COUNT_SHIFT & COUNT_MASK);
             problem |= problem_of(me, word);
             if (REPLAY && count != call.counts[sender * NUM_WORDS + r]) problem |= OTHER_ROUTING;

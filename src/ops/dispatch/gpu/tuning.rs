@@ -176,7 +176,7 @@ impl Choice {
         }
         let class = self.reachable(class);
         let chosen = match class {
-            Class::Many if self.many_parts() == 4 => 320,
+            Class::Many if self.many_parts() == 7 => 192,
             Class::Some if !self.is_small_world() => 512,
             // Few blocks are to do it all.
             _ if self.phase().sms.is_some() => 512,
@@ -193,13 +193,13 @@ impl Choice {
     }
 
     /// Parts of a row when there are many. Of ranks that share a device each waits for the last block of all: smaller ones end closer together (measured at
-    /// 4096 tokens, rows whole, in quarters of 320 threads a block, in fourteenths: 289 to 292, 283 and 296 us at 4 ranks; 773 to 777, 768 and 763 at 8;
-    /// 98, 99 and 105 at 2, where the larger grids cost more than that brings).
+    /// 4096 tokens, rows whole, in quarters of 128 threads a block, in sevenths of 192, in fourteenths: 292, 280.3, 279.5 and 282.5 us at 4 ranks; 773 to 777, 773,
+    /// 773 and 767 at 8; 96.9, 99.6, 97.3 and 105 at 2, where the larger grids cost more than that brings).
     fn many_parts(&self) -> u32 {
         match self.ranks_on_device {
             _ if self.phase().sms.is_some() => 1,
             0..=2 => 1,
-            3..=SMALL_WORLD => 4,
+            3..=SMALL_WORLD => 7,
             _ => 14,
         }
     }
@@ -504,7 +504,7 @@ mod tests {
         let (two, eight) = (choice(&base(), 2, Tuning::default()), choice(&base(), 8, Tuning::default()));
         assert_eq!([1, 128, 4096].map(|t| payload(&two, t)), [(2, 256, 14, 2), (64, 256, 4, 7), (1024, 256, 1, 28)]);
         assert_eq!([1, 128, 4096].map(|t| payload(&eight, t)), [(2, 256, 14, 2), (32, 512, 4, 7), (7168, 256, 14, 2)]);
-        assert_eq!(payload(&choice(&base(), 4, Tuning::default()), 4096), (1639, 320, 4, 7));
+        assert_eq!(payload(&choice(&base(), 4, Tuning::default()), 4096), (4779, 192, 7, 4));
         let streams = |c: &Choice| Class::ALL.map(|class| c.payload_mapping(class).stream);
         assert_eq!((streams(&two), streams(&eight)), ([false, false, true], [false, true, true]));
         let route = |t| two.route_blocks(Tokens::exactly(t));
