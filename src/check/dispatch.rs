@@ -168,6 +168,12 @@ fn low_latency_scripts(layout: Layout, part: Part) -> Vec<Script> {
     let few = Ids::Distinct;
     let sizes = [vec![1, 1], vec![32, 33], vec![40, 0], vec![31, 32, 33, 90], vec![0, 0, 70]];
     let sized = sizes.map(|tokens| Traffic { tokens, k: 2, num_experts: 8, map: None, ids: few });
+    if layout == Layout::ByToken {
+        // In every part: more rows than messages, which the kernel of messages moves too, and says so by done words. An even number: global ids.
+        let (name, dtype, ..) = PAYLOADS[0];
+        let config = sized[3].config(WIDTHS[1], dtype, layout);
+        scripts.push(low_latency(dispatch_script(&format!("{name} beyond messages"), config, &sized[3], 4)));
+    }
     for (i, traffic) in sized.into_iter().chain(traffics()).enumerate().filter(|(i, _)| part.takes(*i)) {
         let (name, dtype, scale_bytes, quantize, scale_layout) = PAYLOADS[i % PAYLOADS.len()];
         let config = Config { scale_bytes, quantize, scale_layout, ..traffic.config(WIDTHS[i % 4], dtype, layout) };
