@@ -168,7 +168,7 @@ pub(super) fn tail(tile: Tile, num_sms: u32, num_parts: u64, eighths: u64) -> u6
 }
 
 /// Of a group (measured: H200, docs/cast.md; with more, blocks that search for their part become too many).
-const GROUP_TAIL: u64 = 2;
+const GROUP_TAIL: u64 = 3;
 /// Of a table (measured as above).
 pub(super) const TABLE_TAIL: u64 = 3;
 
