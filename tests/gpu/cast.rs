@@ -332,11 +332,28 @@ struct Matrices {
     scale_inv: Buffer,
 }
 
+/// What a cast of [`Matrices`] must give.
+struct Wanted {
+    row: Vec<u8>,
+    column: Vec<u8>,
+    amax: Vec<f32>,
+    scale_inv: Vec<f32>,
+}
+
 impl Matrices {
-    fn new(stream: &Stream, shapes: &[[usize; 2]]) -> Result<Self> {
+    /// Neighbours have different greatest magnitudes, and so have matrices of one number under different seeds.
+    fn new(stream: &Stream, shapes: &[[usize; 2]], seed: u64) -> Result<Self> {
         let elements = shapes.iter().map(|[rows, columns]| rows * columns).sum::<usize>();
         let buffer = |len: usize| Buffer::new(stream.device(), len);
-        let values = values(elements, 3);
+        let mut values = values(elements, seed);
+        let mut rest = &mut values[..];
+        for (i, [rows, columns]) in shapes.iter().enumerate() {
+            let (own, behind) = rest.split_at_mut(2 * rows * columns);
+            // A power of two: bf16 has its exponent from bit 7 on.
+            let lower = ((i as u64 + seed) % 5) as u16 * 128;
+            own.chunks_exact_mut(2).for_each(|bits| bits.copy_from_slice(&(u16::from_le_bytes([bits[0], bits[1]]) - lower).to_le_bytes()));
+            rest = behind;
+        }
         let x = Buffer::from_bytes(stream, &values)?;
         let (row, column) = (buffer(elements + 2 * GUARD)?, buffer(elements + 2 * GUARD)?);
         let (amax, scale_inv) = (buffer(4 * shapes.len())?, buffer(4 * shapes.len())?);
@@ -370,28 +387,37 @@ impl Matrices {
         outputs.zip(scalars).enumerate().map(matrix).collect()
     }
 
+    /// As the CPU casts them.
+    fn wanted(&self, options: &Options<'_>) -> Result<Wanted> {
+        let of_copy = |buffer: &Buffer| vec![0xFF; buffer.len()];
+        let of_each = |none| vec![none; self.shapes.len()];
+        let mut want = Wanted { row: of_copy(&self.row), column: of_copy(&self.column), amax: of_each(0.0), scale_inv: of_each(f32::NAN) };
+        for (i, (&[rows, columns], start)) in self.shapes.iter().zip(self.starts()).enumerate() {
+            let here = GUARD + start..GUARD + start + rows * columns;
+            let operands = Operands::new(TensorView::from_bytes(&self.values[2 * start..], DType::BF16, &[rows, columns])?)
+                .row(TensorViewMut::from_bytes(&mut want.row[here.clone()], DType::E4M3, &[rows, columns])?)
+                .column(TensorViewMut::from_bytes(&mut want.column[here], DType::E4M3, &[columns, rows])?)
+                .amax(TensorViewMut::from_slice(&mut want.amax[i..=i], &[1])?)
+                .scale_inv(TensorViewMut::from_slice(&mut want.scale_inv[i..=i], &[1])?);
+            cast(&Backend::cpu(), &mut [operands], options)?;
+        }
+        Ok(want)
+    }
+
     /// Compares everything with the CPU's.
     fn check(&self, stream: &Stream, what: &str, options: &Options<'_>) -> Outcome {
+        self.compare(stream, what, &self.wanted(options)?)
+    }
+
+    fn compare(&self, stream: &Stream, what: &str, want: &Wanted) -> Outcome {
         let read = |buffer: &Buffer| -> Result<Vec<u8>> {
             let mut bytes = vec![0; buffer.len()];
             buffer.download(stream, 0, &mut bytes)?;
             Ok(bytes)
         };
-        let mut want = [&self.row, &self.column].map(|buffer| vec![0xFF; buffer.len()]);
-        let mut scalars = [0.0, f32::NAN].map(|none| vec![none; self.shapes.len()]);
-        let ([row, column], [amax, scale_inv]) = (&mut want, &mut scalars);
-        for (i, (&[rows, columns], start)) in self.shapes.iter().zip(self.starts()).enumerate() {
-            let here = GUARD + start..GUARD + start + rows * columns;
-            let operands = Operands::new(TensorView::from_bytes(&self.values[2 * start..], DType::BF16, &[rows, columns])?)
-                .row(TensorViewMut::from_bytes(&mut row[here.clone()], DType::E4M3, &[rows, columns])?)
-                .column(TensorViewMut::from_bytes(&mut column[here], DType::E4M3, &[columns, rows])?)
-                .amax(TensorViewMut::from_slice(&mut amax[i..=i], &[1])?)
-                .scale_inv(TensorViewMut::from_slice(&mut scale_inv[i..=i], &[1])?);
-            cast(&Backend::cpu(), &mut [operands], options)?;
-        }
-        ensure(read(&self.row)? == want[0], format!("{what}: row"))?;
-        ensure(read(&self.column)? == want[1], format!("{what}: column"))?;
-        for (name, buffer, want) in [("amax", &self.amax, &scalars[0]), ("scale_inv", &self.scale_inv, &scalars[1])] {
+        ensure(read(&self.row)? == want.row, format!("{what}: row"))?;
+        ensure(read(&self.column)? == want.column, format!("{what}: column"))?;
+        for (name, buffer, want) in [("amax", &self.amax, &want.amax), ("scale_inv", &self.scale_inv, &want.scale_inv)] {
             let want: Vec<u8> = want.iter().flat_map(|word| word.to_le_bytes()).collect();
             ensure(read(buffer)? == want, format!("{what}: {name}"))?;
         }
@@ -412,7 +438,7 @@ fn lists() -> Outcome {
             let shapes: Vec<[usize; 2]> = (0..num).map(of).collect();
             for scaling in [Scaling::Given, Scaling::Current { epsilon: 0.0, power_of_two: false }] {
                 let (what, options) = (format!("{num} matrices of {rows} rows, {is_aligned}, {scaling:?}"), Options::with_scaling(scaling));
-                let mut matrices = Matrices::new(&stream, &shapes)?;
+                let mut matrices = Matrices::new(&stream, &shapes, 3)?;
                 let mut outcomes = Vec::new();
                 for round in 0..3 {
                     matrices.poison(&stream)?;
@@ -437,7 +463,7 @@ fn lists() -> Outcome {
     }
     // Larger than the cache: the second pass of current scaling begins at the end.
     let options = Options::with_scaling(Scaling::Current { epsilon: 0.0, power_of_two: false });
-    let mut matrices = Matrices::new(&stream, &[[5000, 2600], [17, 2600], [4800, 2600]])?; // arbitrary, 51 MB
+    let mut matrices = Matrices::new(&stream, &[[5000, 2600], [17, 2600], [4800, 2600]], 3)?; // arbitrary, 51 MB
     for is_made_once in [false, true] {
         matrices.poison(&stream)?;
         if is_made_once {
@@ -450,32 +476,46 @@ fn lists() -> Outcome {
     Ok(())
 }
 
-/// Current scaling of what fits on the chip, of some more, of hundreds of matrices, and of one: again and again in two streams at a time, whose launches share the kernel's
-/// memory.
+/// Current scaling of what fits on the chip, of some more, of hundreds of matrices, and of one: again and again in two streams at a time. Both streams call in one
+/// form, so that they launch one program and share its memory.
 fn current_in_streams() -> Outcome {
     let (_, stream) = gpu()?;
     let other = Stream::new(stream.device())?;
+    let [here, there] = [&stream, &other].map(|stream| Backend::Cuda(Cuda::on(stream.clone())));
     let options = Options::with_scaling(Scaling::Current { epsilon: 0.0, power_of_two: false });
     let many: Vec<_> = (0..300).map(|i| [if i % 7 == 3 { 0 } else { 150 + i % 50 }, 264]).collect(); // arbitrary, more than a block has threads
     let shapes = [vec![[512, 4096]; 8], vec![[2600, 2048]; 3], many, vec![[128, 8]]];
     for (i, (first, second)) in [(0, 1), (2, 0), (3, 2), (1, 1)].into_iter().enumerate() {
-        let (mut one, mut two) = (Matrices::new(&stream, &shapes[first])?, Matrices::new(&stream, &shapes[second])?);
-        one.poison(&stream)?;
-        two.poison(&stream)?;
-        stream.synchronize()?;
-        {
-            let [here, there] = [&stream, &other].map(|stream| Backend::Cuda(Cuda::on(stream.clone())));
-            // One as a list that is checked in each call, one as a list made once.
-            let (mut list, mut made) = (one.operands()?, List::new(&there, two.operands()?, options)?);
-            for _ in 0..20 {
-                cast(&here, &mut list, &options)?;
-                made.cast(&there)?;
+        let (mut one, mut two) = (Matrices::new(&stream, &shapes[first], 3)?, Matrices::new(&stream, &shapes[second], 4)?);
+        let wanted = [one.wanted(&options)?, two.wanted(&options)?];
+        for are_made_once in [true, false] {
+            // The last calls are what remains to be seen.
+            for round in 0..8 {
+                one.poison(&stream)?;
+                two.poison(&stream)?;
+                stream.synchronize()?;
+                if are_made_once {
+                    let (mut one, mut two) = (List::new(&here, one.operands()?, options)?, List::new(&there, two.operands()?, options)?);
+                    for _ in 0..5 {
+                        one.cast(&here)?;
+                        two.cast(&there)?;
+                    }
+                    stream.synchronize()?;
+                    other.synchronize()?;
+                } else {
+                    let (mut one, mut two) = (one.operands()?, two.operands()?);
+                    for _ in 0..5 {
+                        cast(&here, &mut one, &options)?;
+                        cast(&there, &mut two, &options)?;
+                    }
+                    stream.synchronize()?;
+                    other.synchronize()?;
+                }
+                let what = format!("pair {i}, made once {are_made_once}, round {round}");
+                one.compare(&stream, &format!("{what}, the first"), &wanted[0])?;
+                two.compare(&stream, &format!("{what}, the second"), &wanted[1])?;
             }
-            stream.synchronize()?;
-            other.synchronize()?;
         }
-        one.check(&stream, &format!("pair {i}, the first"), &options)?;
-        two.check(&stream, &format!("pair {i}, the second"), &options)?;
     }
     Ok(())
 }
@@ -528,7 +568,7 @@ fn places_of_lists() -> Outcome {
     let (_, stream) = gpu()?;
     let backend = Backend::Cuda(Cuda::on(stream.clone()));
     List::new(&backend, Vec::new(), Options::default())?.cast(&backend)?;
-    let mut matrices = Matrices::new(&stream, &[[16, 32], [0, 8]])?;
+    let mut matrices = Matrices::new(&stream, &[[16, 32], [0, 8]], 3)?;
     let captured = Graph::capture(&stream, || List::new(&backend, matrices.operands()?, Options::default()).map(|_| ()));
     match captured {
         Err(Error::Unsupported { op: "cast", .. }) => {}
