@@ -35,6 +35,7 @@ mod formula;
 mod gpu;
 mod kernels;
 mod layout;
+mod like;
 mod list;
 #[cfg(target_arch = "x86_64")]
 mod ocp;
@@ -287,14 +288,12 @@ pub enum ScaleLayout {
 /// [`Error::Invalid`](crate::Error::Invalid) naming `matrices[i].field`, before anything is written.
 pub fn cast(backend: &Backend, matrices: &mut [Operands<'_>], options: &Options<'_>) -> Result<()> {
     match backend {
-        Backend::Cpu(cpu) => match check::list(cpu, matrices, options)? {
+        Backend::Cpu(cpu) => match check::list(cpu, matrices, options, |_, _| ())? {
             Some(known) if !check::is_noop(cpu, options) => cpu::list(cpu, &known, matrices),
             _ => Ok(()),
         },
-        Backend::Cuda(cuda) => match check::list(cuda, matrices, options)? {
-            Some(known) => gpu::list(cuda, &known, matrices, options),
-            None => Ok(()),
-        },
+        // A list of one launch is packed as it is checked.
+        Backend::Cuda(cuda) => gpu::list(cuda, matrices, options),
     }
 }
 
