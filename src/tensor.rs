@@ -212,6 +212,7 @@ impl Layout {
     }
 
     /// With its extents, and strides of 0 still.
+    #[inline(always)]
     fn of_extents(op: &'static str, dtype: DType, shape: &[usize]) -> Result<Self> {
         few_dims(op, "shape", shape)?;
         let mut layout = Layout { extent_bytes: 0, dtype, num_dims: shape.len() as u8, dims: [0; 2 * MAX_DIMS] };
@@ -278,11 +279,14 @@ impl fmt::Debug for Layout {
     }
 }
 
+#[inline(always)]
 fn few_dims(op: &'static str, what: &str, values: &[usize]) -> Result<()> {
-    if values.len() > MAX_DIMS {
-        return Err(Error::invalid(op, what, format!("{} dimensions", values.len()), format!("at most {MAX_DIMS}")));
-    }
-    Ok(())
+    if values.len() <= MAX_DIMS { Ok(()) } else { Err(many_dims(op, what, values)) }
+}
+
+#[cold]
+fn many_dims(op: &'static str, what: &str, values: &[usize]) -> Error {
+    Error::invalid(op, what, format!("{} dimensions", values.len()), format!("at most {MAX_DIMS}"))
 }
 
 fn overflow(op: &'static str, shape: &[usize]) -> Error {
@@ -385,13 +389,17 @@ fn check_host(layout: &Layout, bytes: &[u8]) -> Result<()> {
     Ok(())
 }
 
+#[inline]
 fn check_device(layout: &Layout, address: DeviceAddress) -> Result<()> {
     let DeviceAddress { address, .. } = address;
-    if layout.extent_bytes() > 0 && (address == 0 || !address.is_multiple_of(layout.dtype.size() as u64)) {
-        let want = format!("not null and a multiple of {}", layout.dtype.size());
-        return Err(Error::invalid(VIEW, "address", format!("{address:#x}"), want));
-    }
-    Ok(())
+    let is_bad = layout.extent_bytes() > 0 && (address == 0 || address & (layout.dtype.size() as u64 - 1) != 0);
+    if is_bad { Err(no_address(layout, address)) } else { Ok(()) }
+}
+
+#[cold]
+fn no_address(layout: &Layout, address: u64) -> Error {
+    let want = format!("not null and a multiple of {}", layout.dtype.size());
+    Error::invalid(VIEW, "address", format!("{address:#x}"), want)
 }
 
 impl<'a> TensorView<'a> {
@@ -443,6 +451,7 @@ impl<'a> TensorView<'a> {
     ///
     /// # Safety
     /// The layout's extent from `address` on is memory of that device, and stays so until every operation that was given the view has run.
+    #[inline]
     pub unsafe fn from_device(address: DeviceAddress, layout: Layout) -> Result<Self> {
         check_device(&layout, address)?;
         Ok(Self { address: address.address, kind: Kind::new(&layout, Some(address.device)), layout, host: &[] })
@@ -477,6 +486,7 @@ impl<'a> TensorViewMut<'a> {
     ///
     /// # Safety
     /// The layout's extent from `address` on is memory of that device, and stays so until every operation that was given the view has run.
+    #[inline]
     pub unsafe fn from_device(address: DeviceAddress, layout: Layout) -> Result<Self> {
         check_device(&layout, address)?;
         Ok(Self { address: address.address, kind: Kind::new(&layout, Some(address.device)), layout, host: &mut [] })

@@ -115,7 +115,7 @@ pub(super) fn list(
     memory: &impl Memory,
     matrices: &[Operands<'_>],
     options: &Options<'_>,
-    mut each: impl FnMut(&Known, &Operands<'_>),
+    mut each: impl FnMut(&Operands<'_>),
 ) -> Result<Option<Known>> {
     options_alone(memory, options)?;
     let Some(first) = matrices.first() else { return Ok(None) };
@@ -127,7 +127,7 @@ pub(super) fn list(
             like = Like::of(memory, matrix, options);
         }
         total_rows = total_rows.saturating_add(matrix.x.layout().first_dims()[0]);
-        each(&known, matrix);
+        each(matrix);
     }
     Ok(Some(Known { mean_rows: total_rows / matrices.len(), ..known }))
 }

@@ -45,17 +45,17 @@ pub(super) struct BlockMatrix {
 
 /// What the kernels take of a matrix.
 pub(super) trait Entry: Pod + Default {
-    /// Its tensors. Strides from the types that all matrices share: looking at those of each takes longer than all else here.
-    fn of(o: &Operands<'_>, known: &Known) -> Self;
+    /// Its tensors, with the bytes of an element of all inputs and of all copies: looking at the type of each takes longer than all else here.
+    fn of(o: &Operands<'_>, sizes: [usize; 2]) -> Self;
     fn matrix(&mut self) -> &mut Matrix;
 }
 
 impl Entry for Matrix {
     #[inline(always)]
-    fn of(o: &Operands<'_>, known: &Known) -> Self {
-        let (from, to) = (known.from.size(), known.to.size());
-        let copy =
-            |view: &Option<TensorViewMut<'_>>| view.as_ref().map_or((0, 0), |view| (view.address(), stride_bytes(view.layout(), to)));
+    fn of(o: &Operands<'_>, [from, to]: [usize; 2]) -> Self {
+        // The stride of a single row does not matter.
+        let stride = |layout: &Layout| if layout.first_dims()[0] > 1 { stride_bytes(layout, to) } else { 0 };
+        let copy = |view: &Option<TensorViewMut<'_>>| view.as_ref().map_or((0, 0), |view| (view.address(), stride(view.layout())));
         let ((row, row_stride), (column, column_stride)) = (copy(&o.row), copy(&o.column));
         Matrix {
             x: o.x.address(),
@@ -78,14 +78,14 @@ impl Entry for Matrix {
 
 impl Entry for BlockMatrix {
     #[inline(always)]
-    fn of(o: &Operands<'_>, known: &Known) -> Self {
+    fn of(o: &Operands<'_>, sizes: [usize; 2]) -> Self {
         let stride = |view: Option<&TensorViewMut<'_>>| view.map_or(0, |view| stride_bytes(view.layout(), view.dtype().size()));
         BlockMatrix {
             row_scales: write(o.row_scales.as_ref()),
             column_scales: write(o.column_scales.as_ref()),
             row_scales_stride: stride(o.row_scales.as_ref()),
             column_scales_stride: stride(o.column_scales.as_ref()),
-            matrix: Matrix::of(o, known),
+            matrix: Matrix::of(o, sizes),
         }
     }
 
@@ -147,21 +147,28 @@ fn write(view: Option<&TensorViewMut<'_>>) -> u64 {
     view.map_or(0, |view| view.address())
 }
 
-/// Bytes from row to row of a matrix; those of a single row may wrap, which nobody looks at.
+/// Bytes from row to row of a matrix.
 #[inline(always)]
 fn stride_bytes(layout: &Layout, size: usize) -> u64 {
-    layout.first_dims()[2].wrapping_mul(size) as u64
+    layout.first_dims()[2].saturating_mul(size) as u64
 }
 
 impl Matrix {
-    /// Whether rows are whole vectors of eight elements at addresses that the widest accesses take.
-    fn is_aligned(&self, to: DType) -> bool {
-        const { assert!(VECTOR.is_power_of_two() && tuning::PATCH.is_power_of_two()) };
-        let store = (tuning::PATCH * to.size()).min(VECTOR as usize) as u64;
-        let odd = (self.x | self.x_stride) & (VECTOR - 1) | (self.row | self.row_stride) & (store - 1);
-        odd | u64::from(self.num_columns) & (tuning::PATCH as u64 - 1) == 0
+    /// 0 when rows are whole vectors of eight elements at addresses that the widest accesses take, of which copies take `store` bytes.
+    #[inline(always)]
+    fn odd_bits(&self, store: u64) -> u64 {
+        (self.x | self.x_stride) & (VECTOR - 1) | (self.row | self.row_stride) & (store - 1) | u64::from(self.num_columns) & (PATCH - 1)
     }
 }
+
+/// Bytes of the widest store of a patch's row of a copy.
+fn store_bytes(to: DType) -> u64 {
+    (PATCH * to.size() as u64).min(VECTOR)
+}
+
+/// As in tuning.rs, of addresses.
+const PATCH: u64 = tuning::PATCH as u64;
+const _: () = assert!(VECTOR.is_power_of_two() && PATCH.is_power_of_two(), "masks");
 
 /// Bytes of the widest access (spec).
 const VECTOR: u64 = 16;
@@ -221,7 +228,7 @@ fn list_of<E: Entry>(cuda: &Cuda, matrices: &[Operands<'_>], options: &Options<'
     const LARGE: usize = LIST_SIZES[2];
     // Of several launches all matrices are checked before the first one.
     let is_one = (1..=LARGE).contains(&matrices.len());
-    let known = if is_one { None } else { check::list(cuda, matrices, options, |_, _| ())? };
+    let known = if is_one { None } else { check::list(cuda, matrices, options, |_| ())? };
     for (i, chunk) in matrices.chunks(LARGE).enumerate() {
         let first = i * LARGE;
         match chunk.len() {
@@ -242,16 +249,16 @@ fn part_of_list<E: Entry, const N: usize>(
     options: &Options<'_>,
 ) -> Result<()> {
     let mut parameters = Parameters { all: ParametersOfAll::default(), matrices: [E::default(); N] };
-    let mut packing = Packing::new();
+    let mut packing = Packing::new(&matrices[0]);
     let mut places = parameters.matrices.iter_mut();
-    let mut each = |known: &Known, o: &Operands<'_>| {
+    let mut each = |o: &Operands<'_>| {
         if let Some(entry) = places.next() {
-            packing.add(known, o, entry);
+            packing.add(o, entry);
         }
     };
     let known = match checked {
         Some(known) => {
-            matrices.iter().for_each(|o| each(known, o));
+            matrices.iter().for_each(&mut each);
             *known
         }
         None => match check::list(cuda, matrices, options, each)? {
@@ -287,10 +294,10 @@ fn group_of<E: Entry>(cuda: &Cuda, known: &Known, all: &Operands<'_>, offsets: &
     let mut call = Call::new(cuda, known, all, all.x.shape()[0] / num_matrices, Form::Group);
     for_gpu(known, all).map_err(|(field, got, want)| Error::invalid(OP, field, got, want))?;
     let [rows, columns, _] = all.x.layout().first_dims().map(|extent| extent as u32);
-    let mut entry = E::of(all, known);
+    let mut entry = E::of(all, [known.from.size(), known.to.size()]);
     let matrix = entry.matrix();
     (matrix.num_rows, matrix.num_columns) = (rows, columns);
-    call.aligned = matrix.is_aligned(known.to);
+    call.aligned = matrix.odd_bits(store_bytes(known.to)) == 0;
     call.choose_resident(cuda, u64::from(rows), num_matrices as u64, u64::from(rows) * u64::from(columns));
     let mut parameters = Parameters { all: ParametersOfAll::new(known, options), matrices: [entry] };
     let p = &mut parameters.all;
@@ -387,40 +394,45 @@ fn needs_inverse(known: &Known) -> bool {
     matches!(known.scaling, Scaling::Current { .. })
 }
 
-/// A list on its way into what kernels take, one matrix after the other.
+/// A list on its way into what kernels take, one matrix after the other. What all matrices must have is gathered bit by bit, and looked at in the end.
 pub(super) struct Packing {
-    /// As [`Matrix::is_aligned`], of all.
-    aligned: bool,
-    fits: bool,
+    sizes: [usize; 2],
+    store: u64,
+    /// As [`Matrix::odd_bits`].
+    odd: u64,
+    extents: usize,
+    strides: u64,
+    lacks_inverse: bool,
 }
 
 impl Packing {
-    pub(super) fn new() -> Self {
-        Packing { aligned: true, fits: true }
+    /// For a list of which `first` is one.
+    pub(super) fn new(first: &Operands<'_>) -> Self {
+        let to = first.row.as_ref().or(first.column.as_ref()).map_or(first.x.dtype(), |copy| copy.dtype());
+        let sizes = [first.x.dtype().size(), to.size()];
+        Packing { sizes, store: store_bytes(to), odd: 0, extents: 0, strides: 0, lacks_inverse: false }
     }
 
     /// A matrix, checked, into its entry: all but its parts. What does not fit is found by `finish`.
     #[inline(always)]
-    pub(super) fn add<E: Entry>(&mut self, known: &Known, o: &Operands<'_>, entry: &mut E) {
-        *entry = E::of(o, known);
-        let [rows, columns, stride] = o.x.layout().first_dims();
+    pub(super) fn add<E: Entry>(&mut self, o: &Operands<'_>, entry: &mut E) {
+        *entry = E::of(o, self.sizes);
+        let [rows, columns, _] = o.x.layout().first_dims();
         let matrix = entry.matrix();
         (matrix.num_rows, matrix.num_columns) = (rows as u32, columns as u32);
-        self.aligned &= (rows == 0) | (columns == 0) | matrix.is_aligned(known.to);
-        // In elements, and then in bytes, which have not wrapped. Of a single row it does not matter.
-        let row_stride = o.row.as_ref().map_or(0, |row| {
-            let [rows, _, stride] = row.layout().first_dims();
-            if rows > 1 { stride } else { 0 }
-        });
-        let bytes = matrix.x_stride as usize | row_stride.wrapping_mul(known.to.size());
-        let are_near = stride | row_stride | bytes <= MAX_ROW_BYTES;
-        self.fits &= ((rows | columns) < MAX_EXTENT) & are_near & (!needs_inverse(known) | (matrix.scale_inv != 0));
+        let is_empty = (rows == 0) | (columns == 0);
+        self.odd |= if is_empty { 0 } else { matrix.odd_bits(self.store) };
+        self.extents |= rows | columns;
+        self.strides |= matrix.x_stride | matrix.row_stride;
+        self.lacks_inverse |= matrix.scale_inv == 0;
     }
 
     /// # Errors
     /// [`Error::Invalid`] for a matrix that a GPU does not take; these are numbered from `first` on.
     pub(super) fn finish(&self, known: &Known, matrices: &[Operands<'_>], first: usize) -> Result<()> {
-        if self.fits {
+        const { assert!(MAX_EXTENT.is_power_of_two() && (MAX_ROW_BYTES + 1).is_power_of_two(), "bits of several numbers together") };
+        let lacks = self.lacks_inverse && needs_inverse(known);
+        if self.extents < MAX_EXTENT && self.strides <= MAX_ROW_BYTES as u64 && !lacks {
             return Ok(());
         }
         for (i, o) in matrices.iter().enumerate() {
@@ -478,7 +490,7 @@ impl<'k> Call<'k> {
 
     /// Of a list that begins with `first`.
     pub(super) fn of_list(cuda: &Cuda, known: &'k Known, first: &Operands<'_>, form: Form, packing: &Packing) -> Self {
-        Call { aligned: packing.aligned, ..Self::new(cuda, known, first, known.mean_rows, form) }
+        Call { aligned: packing.odd == 0, ..Self::new(cuda, known, first, known.mean_rows, form) }
     }
 
     /// Whether current scaling takes one launch, of matrices of so many rows and elements in all; then the tile is another one.

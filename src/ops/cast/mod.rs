@@ -77,6 +77,7 @@ pub struct Operands<'a> {
 
 impl<'a> Operands<'a> {
     /// An input without outputs; add at least one of [`row`](Self::row) and [`column`](Self::column).
+    #[inline]
     pub fn new(x: TensorView<'a>) -> Self {
         Operands {
             x,
@@ -92,6 +93,7 @@ impl<'a> Operands<'a> {
     }
 
     /// With given scales.
+    #[inline]
     pub fn scale(mut self, scale: TensorView<'a>) -> Self {
         self.scale = Some(scale);
         self
@@ -103,6 +105,7 @@ macro_rules! with {
         impl<'a> Operands<'a> {
             $(
                 #[doc = $doc]
+                #[inline]
                 pub fn $field(mut self, $field: TensorViewMut<'a>) -> Self {
                     self.$field = Some($field);
                     self
@@ -288,7 +291,7 @@ pub enum ScaleLayout {
 /// [`Error::Invalid`](crate::Error::Invalid) naming `matrices[i].field`, before anything is written.
 pub fn cast(backend: &Backend, matrices: &mut [Operands<'_>], options: &Options<'_>) -> Result<()> {
     match backend {
-        Backend::Cpu(cpu) => match check::list(cpu, matrices, options, |_, _| ())? {
+        Backend::Cpu(cpu) => match check::list(cpu, matrices, options, |_| ())? {
             Some(known) if !check::is_noop(cpu, options) => cpu::list(cpu, &known, matrices),
             _ => Ok(()),
         },

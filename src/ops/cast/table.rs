@@ -53,8 +53,8 @@ impl Table {
 
     fn of<E: Entry>(cuda: &Cuda, known: &Known, matrices: &[Operands<'_>], options: &Options<'_>) -> Result<Self> {
         let mut entries = vec![E::default(); matrices.len()];
-        let mut packing = Packing::new();
-        matrices.iter().zip(&mut entries).for_each(|(o, entry)| packing.add(known, o, entry));
+        let mut packing = Packing::new(&matrices[0]);
+        matrices.iter().zip(&mut entries).for_each(|(o, entry)| packing.add(o, entry));
         packing.finish(known, matrices, 0)?;
         let (call, packed) = Call::of_list(cuda, known, &matrices[0], Form::Table, &packing).cut(cuda, &mut entries)?;
         let mut all = ParametersOfAll::new(known, options);
