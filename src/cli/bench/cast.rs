@@ -325,6 +325,9 @@ fn measure_case(
     Ok(())
 }
 
+/// Queues call `i`.
+type Call<'a> = &'a dyn Fn(usize) -> Result<()>;
+
 /// What calls cost the host, all ways in turns with launches of kernels that do nothing: the clock of a core, and who shares it, changes more than they differ.
 /// As many calls in a row of each: a first one wakes up what the next ones find awake.
 fn host_in_turns(
@@ -338,10 +341,10 @@ fn host_in_turns(
         [(Parameters::Few, false), (Parameters::Few, true), (Parameters::Many, false), (Parameters::Many, true)]
             .map(|(parameters, early)| ceiling::empty_kernel(stream, parameters, early));
     let (few, early, many, many_early) = (few?, early?, many?, many_early?);
-    let bare: [(&str, &dyn Fn(usize) -> Result<()>); 4] =
+    let bare: [(&str, Call<'_>); 4] =
         [("empty", &few), ("empty, early", &early), ("empty, 22 KiB", &many), ("empty, 22 KiB, early", &many_early)];
-    let mut calls: Vec<&dyn Fn(usize) -> Result<()>> = bare.iter().map(|(_, call)| *call).collect();
-    calls.extend(ways.iter().map(|way| &*way.run as &dyn Fn(usize) -> Result<()>));
+    let mut calls: Vec<Call<'_>> = bare.iter().map(|(_, call)| *call).collect();
+    calls.extend(ways.iter().map(|way| &*way.run as Call<'_>));
     let mut samples = vec![Vec::new(); calls.len()];
     for round in 0..NUM_HOST_ROUNDS {
         for turn in 0..calls.len() {

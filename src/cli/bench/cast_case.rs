@@ -402,14 +402,16 @@ impl<'a> Held<'a> {
     }
 
     fn grouped(&self, backend: Backend) -> impl Fn(usize) -> Result<()> + '_ {
+        // Sums over all matrices, which are no part of a call.
+        let (total_rows, padded) = (self.case.total_rows(), self.case.padded_rows());
         move |i| {
             let (case, memory, set) = (self.case, self.memory, i % NUM_SETS);
             let (mut row, mut column) = (memory.row[set].borrow_mut(), memory.column[set].borrow_mut());
             let (mut row_scales, mut column_scales) = (memory.row_scales.borrow_mut(), memory.column_scales.borrow_mut());
             let (mut amax, mut scale_inv) = (memory.amax.borrow_mut(), memory.scale_inv.borrow_mut());
-            let (num, padded) = (case.rows.len(), case.padded_rows());
+            let num = case.rows.len();
             let words = self.layout(DType::F32, &[num])?;
-            let mut operands = Operands::new(memory.x[set].view(0, self.layout(case.from, &[case.total_rows(), case.columns])?)?)
+            let mut operands = Operands::new(memory.x[set].view(0, self.layout(case.from, &[total_rows, case.columns])?)?)
                 .row(row.view_mut(0, self.layout(case.to, &[padded, case.columns])?)?)
                 .column(column.view_mut(0, self.layout(case.to, &[padded * case.columns])?)?)
                 .amax(amax.view_mut(0, words)?);
