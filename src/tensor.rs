@@ -133,68 +133,62 @@ pub struct DeviceAddress {
     pub address: u64,
 }
 
-/// Shape or strides: up to [`MAX_DIMS`] numbers.
-#[derive(Clone, Copy, PartialEq, Eq, Hash)]
-pub struct Dims {
-    values: [usize; MAX_DIMS],
-    len: usize,
-}
+/// What a view is but for its extents and its address, in one word: type, number of dimensions and device.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Kind(u64);
 
-impl Dims {
-    fn new(op: &'static str, what: &str, values: &[usize]) -> Result<Self> {
-        if values.len() > MAX_DIMS {
-            return Err(Error::invalid(op, what, format!("{} dimensions", values.len()), format!("at most {MAX_DIMS}")));
-        }
-        // One by one: a copy of unknown length is a call.
-        let mut dims = Dims { values: [0; MAX_DIMS], len: values.len() };
-        dims.values.iter_mut().zip(values).for_each(|(to, from)| *to = *from);
-        Ok(dims)
+impl Kind {
+    /// Of no view.
+    pub(crate) const ABSENT: Kind = Kind(u64::MAX);
+
+    fn new(layout: &Layout, device: Option<u32>) -> Self {
+        let device = device.map_or(0, |device| u64::from(device) + 1);
+        Kind(device << 16 | (layout.dtype as u64) << 8 | u64::from(layout.num_dims))
+    }
+
+    /// The ordinal of the device; `None` for host memory.
+    #[inline(always)]
+    pub(crate) fn device(self) -> Option<u32> {
+        (self.0 >> 16).checked_sub(1).map(|device| device as u32)
+    }
+
+    /// The bits that differ: to compare many at once.
+    #[inline(always)]
+    pub(crate) fn differs(self, other: Kind) -> u64 {
+        self.0 ^ other.0
     }
 }
 
-impl std::ops::Deref for Dims {
-    type Target = [usize];
-
-    fn deref(&self) -> &[usize] {
-        &self.values[..self.len]
-    }
-}
-
-impl fmt::Debug for Dims {
+impl fmt::Debug for Kind {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        (**self).fmt(f)
+        write!(f, "{:#x}", self.0)
     }
-}
-
-/// Where a view's elements are: in borrowed host bytes, or at a device address.
-#[derive(Debug)]
-enum Place<B> {
-    Host(B),
-    Device(DeviceAddress),
 }
 
 /// Shape, strides (in elements) and type of a view; the last dimension of every view is contiguous.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+///
+/// A list of hundreds of matrices is looked through at each call, so a view is small, and what is read of a matrix lies at its front.
+#[derive(Clone, Copy, PartialEq, Eq)]
+#[repr(C)]
 pub struct Layout {
-    dtype: DType,
-    shape: Dims,
-    strides: Dims,
     /// Kept, since every call asks for it of every tensor.
     extent_bytes: usize,
+    dtype: DType,
+    num_dims: u8,
+    /// The extents, then the strides, then zeros.
+    dims: [usize; 2 * MAX_DIMS],
 }
 
 impl Layout {
     /// Row-major and contiguous.
     pub fn contiguous(op: &'static str, dtype: DType, shape: &[usize]) -> Result<Self> {
-        let dims = Dims::new(op, "shape", shape)?;
-        let mut strides = [0; MAX_DIMS];
+        let mut layout = Self::of_extents(op, dtype, shape)?;
         let mut stride = 1usize;
         for (d, &size) in shape.iter().enumerate().rev() {
-            strides[d] = stride;
+            layout.dims[shape.len() + d] = stride;
             // An empty tensor has strides too; an extent of 0 must not zero those before it.
             stride = stride.checked_mul(size.max(1)).ok_or_else(|| overflow(op, shape))?;
         }
-        let layout = Layout { dtype, shape: dims, strides: Dims { values: strides, len: dims.len }, extent_bytes: 0 };
         // Most have elements, and those lie one behind the other.
         match stride.checked_mul(dtype.size()) {
             Some(extent_bytes) if extent_bytes <= isize::MAX as usize && !shape.contains(&0) => Ok(Layout { extent_bytes, ..layout }),
@@ -204,8 +198,8 @@ impl Layout {
 
     /// With the given strides in elements. The last must be 1.
     pub fn strided(op: &'static str, dtype: DType, shape: &[usize], strides: &[usize]) -> Result<Self> {
-        let (shape_dims, strides_dims) = (Dims::new(op, "shape", shape)?, Dims::new(op, "strides", strides)?);
-        let layout = Layout { dtype, shape: shape_dims, strides: strides_dims, extent_bytes: 0 };
+        let mut layout = Self::of_extents(op, dtype, shape)?;
+        few_dims(op, "strides", strides)?;
         if shape.len() != strides.len() {
             let got = format!("{} strides for {} dimensions", strides.len(), shape.len());
             return Err(Error::invalid(op, "strides", got, "one for each dimension"));
@@ -213,22 +207,33 @@ impl Layout {
         if strides.last().is_some_and(|&s| s != 1) {
             return Err(Error::invalid(op, "strides", format!("{strides:?}"), "a last stride of 1"));
         }
+        layout.dims[shape.len()..][..strides.len()].copy_from_slice(strides);
         layout.checked(op)
     }
 
+    /// With its extents, and strides of 0 still.
+    #[inline(always)]
+    fn of_extents(op: &'static str, dtype: DType, shape: &[usize]) -> Result<Self> {
+        few_dims(op, "shape", shape)?;
+        let mut layout = Layout { extent_bytes: 0, dtype, num_dims: shape.len() as u8, dims: [0; 2 * MAX_DIMS] };
+        // One by one: a copy of unknown length is a call.
+        layout.dims.iter_mut().zip(shape).for_each(|(to, from)| *to = *from);
+        Ok(layout)
+    }
+
     fn checked(self, op: &'static str) -> Result<Self> {
-        let extent_bytes = self.sum_of_extents().ok_or_else(|| overflow(op, &self.shape))?;
+        let extent_bytes = self.sum_of_extents().ok_or_else(|| overflow(op, self.shape()))?;
         Ok(Layout { extent_bytes, ..self })
     }
 
     fn sum_of_extents(&self) -> Option<usize> {
         // The product of the extents must fit too, or `len` overflows.
-        self.shape.iter().try_fold(self.dtype.size(), |a, &b| a.checked_mul(b))?;
-        if self.shape.contains(&0) {
+        self.shape().iter().try_fold(self.dtype.size(), |a, &b| a.checked_mul(b))?;
+        if self.shape().contains(&0) {
             return Some(0);
         }
         let mut last = 0usize;
-        for (&size, &stride) in self.shape.iter().zip(self.strides.iter()) {
+        for (&size, &stride) in self.shape().iter().zip(self.strides()) {
             last = last.checked_add((size - 1).checked_mul(stride)?)?;
         }
         // Slices hold at most isize::MAX bytes.
@@ -242,18 +247,46 @@ impl Layout {
 
     /// Extents.
     pub fn shape(&self) -> &[usize] {
-        &self.shape
+        &self.dims[..usize::from(self.num_dims)]
     }
 
     /// Distance between neighbours in each dimension, in elements.
     pub fn strides(&self) -> &[usize] {
-        &self.strides
+        let num_dims = usize::from(self.num_dims);
+        &self.dims[num_dims..2 * num_dims]
     }
 
     /// Bytes from the first element to the end of the last.
     pub fn extent_bytes(&self) -> usize {
         self.extent_bytes
     }
+
+    /// The first three of extents and strides: rows, columns and the stride of rows of a matrix; the extent first of all with one dimension.
+    #[inline(always)]
+    pub(crate) fn first_dims(&self) -> [usize; 3] {
+        [self.dims[0], self.dims[1], self.dims[2]]
+    }
+}
+
+impl fmt::Debug for Layout {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Layout")
+            .field("dtype", &self.dtype)
+            .field("shape", &self.shape())
+            .field("strides", &self.strides())
+            .field("extent_bytes", &self.extent_bytes)
+            .finish()
+    }
+}
+
+#[inline(always)]
+fn few_dims(op: &'static str, what: &str, values: &[usize]) -> Result<()> {
+    if values.len() <= MAX_DIMS { Ok(()) } else { Err(many_dims(op, what, values)) }
+}
+
+#[cold]
+fn many_dims(op: &'static str, what: &str, values: &[usize]) -> Error {
+    Error::invalid(op, what, format!("{} dimensions", values.len()), format!("at most {MAX_DIMS}"))
 }
 
 fn overflow(op: &'static str, shape: &[usize]) -> Error {
@@ -269,12 +302,12 @@ macro_rules! layout_getters {
 
         /// Extents.
         pub fn shape(&self) -> &[usize] {
-            &self.layout.shape
+            self.layout.shape()
         }
 
         /// Distance between neighbours in each dimension, in elements.
         pub fn strides(&self) -> &[usize] {
-            &self.layout.strides
+            self.layout.strides()
         }
 
         /// Shape, strides and element type.
@@ -284,10 +317,19 @@ macro_rules! layout_getters {
 
         /// The device address, when the view is not over host memory.
         pub fn device(&self) -> Option<DeviceAddress> {
-            match self.place {
-                Place::Host(_) => None,
-                Place::Device(address) => Some(address),
-            }
+            self.kind.device().map(|device| DeviceAddress { device, address: self.address })
+        }
+
+        /// What it is but for its extents and its address.
+        #[inline(always)]
+        pub(crate) fn kind(&self) -> Kind {
+            self.kind
+        }
+
+        /// Its address on a device; 0 in host memory.
+        #[inline(always)]
+        pub(crate) fn address(&self) -> u64 {
+            self.address
         }
     };
 }
@@ -302,9 +344,14 @@ macro_rules! layout_getters {
 /// # Ok::<(), moe_kernels::Error>(())
 /// ```
 #[derive(Debug)]
+#[repr(C)]
 pub struct TensorView<'a> {
-    place: Place<&'a [u8]>,
+    /// 0 in host memory.
+    address: u64,
+    kind: Kind,
     layout: Layout,
+    /// The bytes in host memory; none of a device's.
+    host: &'a [u8],
 }
 
 impl Clone for TensorView<'_> {
@@ -315,19 +362,15 @@ impl Clone for TensorView<'_> {
 
 impl Copy for TensorView<'_> {}
 
-impl<T: Copy> Clone for Place<T> {
-    fn clone(&self) -> Self {
-        *self
-    }
-}
-
-impl<T: Copy> Copy for Place<T> {}
-
 /// A tensor that an operation writes.
 #[derive(Debug)]
+#[repr(C)]
 pub struct TensorViewMut<'a> {
-    place: Place<&'a mut [u8]>,
+    /// As in [`TensorView`].
+    address: u64,
+    kind: Kind,
     layout: Layout,
+    host: &'a mut [u8],
 }
 
 const VIEW: &str = "tensor";
@@ -335,7 +378,7 @@ const VIEW: &str = "tensor";
 fn check_host(layout: &Layout, bytes: &[u8]) -> Result<()> {
     let need = layout.extent_bytes();
     if bytes.len() < need {
-        let want = format!("{need} for {} {:?} with strides {:?}", layout.dtype, layout.shape, layout.strides);
+        let want = format!("{need} for {} {:?} with strides {:?}", layout.dtype, layout.shape(), layout.strides());
         return Err(Error::invalid(VIEW, "bytes", bytes.len(), want));
     }
     let address = bytes.as_ptr().addr();
@@ -346,13 +389,17 @@ fn check_host(layout: &Layout, bytes: &[u8]) -> Result<()> {
     Ok(())
 }
 
+#[inline]
 fn check_device(layout: &Layout, address: DeviceAddress) -> Result<()> {
     let DeviceAddress { address, .. } = address;
-    if layout.extent_bytes() > 0 && (address == 0 || !address.is_multiple_of(layout.dtype.size() as u64)) {
-        let want = format!("not null and a multiple of {}", layout.dtype.size());
-        return Err(Error::invalid(VIEW, "address", format!("{address:#x}"), want));
-    }
-    Ok(())
+    let is_bad = layout.extent_bytes() > 0 && (address == 0 || address & (layout.dtype.size() as u64 - 1) != 0);
+    if is_bad { Err(no_address(layout, address)) } else { Ok(()) }
+}
+
+#[cold]
+fn no_address(layout: &Layout, address: u64) -> Error {
+    let want = format!("not null and a multiple of {}", layout.dtype.size());
+    Error::invalid(VIEW, "address", format!("{address:#x}"), want)
 }
 
 impl<'a> TensorView<'a> {
@@ -369,7 +416,7 @@ impl<'a> TensorView<'a> {
     /// A view of bytes with any layout.
     pub fn new(bytes: &'a [u8], layout: Layout) -> Result<Self> {
         check_host(&layout, bytes)?;
-        Ok(Self { place: Place::Host(bytes), layout })
+        Ok(Self { address: 0, kind: Kind::new(&layout, None), layout, host: bytes })
     }
 
     /// A view of device memory that the caller owns: a raw pointer with a shape. Calls are the same as with views that know their owner.
@@ -404,19 +451,17 @@ impl<'a> TensorView<'a> {
     ///
     /// # Safety
     /// The layout's extent from `address` on is memory of that device, and stays so until every operation that was given the view has run.
+    #[inline]
     pub unsafe fn from_device(address: DeviceAddress, layout: Layout) -> Result<Self> {
         check_device(&layout, address)?;
-        Ok(Self { place: Place::Device(address), layout })
+        Ok(Self { address: address.address, kind: Kind::new(&layout, Some(address.device)), layout, host: &[] })
     }
 
     layout_getters!();
 
     /// The bytes under the view, from its first element on; an error that names `what` when they are on a device.
     pub fn host(&self, op: &'static str, what: impl Into<String>) -> Result<&'a [u8]> {
-        match self.place {
-            Place::Host(bytes) => Ok(bytes),
-            Place::Device(address) => Err(not_host(op, what, address)),
-        }
+        self.device().map_or(Ok(self.host), |at| Err(not_host(op, what, at)))
     }
 }
 
@@ -434,56 +479,49 @@ impl<'a> TensorViewMut<'a> {
     /// A view of bytes with any layout.
     pub fn new(bytes: &'a mut [u8], layout: Layout) -> Result<Self> {
         check_host(&layout, bytes)?;
-        Ok(Self { place: Place::Host(bytes), layout })
+        Ok(Self { address: 0, kind: Kind::new(&layout, None), layout, host: bytes })
     }
 
     /// A view of device memory that the caller owns.
     ///
     /// # Safety
     /// The layout's extent from `address` on is memory of that device, and stays so until every operation that was given the view has run.
+    #[inline]
     pub unsafe fn from_device(address: DeviceAddress, layout: Layout) -> Result<Self> {
         check_device(&layout, address)?;
-        Ok(Self { place: Place::Device(address), layout })
+        Ok(Self { address: address.address, kind: Kind::new(&layout, Some(address.device)), layout, host: &mut [] })
     }
 
     layout_getters!();
 
     /// The bytes under the view; an error that names `what` when they are on a device.
     pub fn host(&self, op: &'static str, what: impl Into<String>) -> Result<&[u8]> {
-        match &self.place {
-            Place::Host(bytes) => Ok(bytes),
-            Place::Device(address) => Err(not_host(op, what, *address)),
+        match self.device() {
+            None => Ok(self.host),
+            Some(at) => Err(not_host(op, what, at)),
         }
     }
 
     /// The bytes under the view, to be written; an error that names `what` when they are on a device.
     pub fn host_mut(&mut self, op: &'static str, what: impl Into<String>) -> Result<&mut [u8]> {
-        match &mut self.place {
-            Place::Host(bytes) => Ok(bytes),
-            Place::Device(address) => Err(not_host(op, what, *address)),
+        match self.device() {
+            None => Ok(self.host),
+            Some(at) => Err(not_host(op, what, at)),
         }
     }
 
     /// The same view, to be read.
     pub fn as_view(&self) -> TensorView<'_> {
-        let place = match &self.place {
-            Place::Host(bytes) => Place::Host(&**bytes),
-            Place::Device(address) => Place::Device(*address),
-        };
-        TensorView { place, layout: self.layout }
+        TensorView { address: self.address, kind: self.kind, layout: self.layout, host: self.host }
     }
 
     /// A shorter borrow of the same view.
     pub fn reborrow(&mut self) -> TensorViewMut<'_> {
-        let place = match &mut self.place {
-            Place::Host(bytes) => Place::Host(&mut **bytes),
-            Place::Device(address) => Place::Device(*address),
-        };
-        TensorViewMut { place, layout: self.layout }
+        TensorViewMut { address: self.address, kind: self.kind, layout: self.layout, host: self.host }
     }
 }
 
-fn not_host(op: &'static str, what: impl Into<String>, address: DeviceAddress) -> Error {
-    let got = format!("at address {:#x} of device {}", address.address, address.device);
+fn not_host(op: &'static str, what: impl Into<String>, DeviceAddress { device, address }: DeviceAddress) -> Error {
+    let got = format!("at address {address:#x} of device {device}");
     Error::invalid(op, what, got, "in host memory (the backend is cpu)")
 }

@@ -73,11 +73,17 @@ impl Buffer {
         self.len == 0
     }
 
+    #[inline]
     fn range(&self, at: usize, len: usize) -> Result<u64> {
         match at.checked_add(len) {
             Some(end) if end <= self.len => Ok(self.address + at as u64),
-            _ => Err(Error::invalid(OP, "range", format!("{len} bytes from {at}"), format!("within {} bytes", self.len))),
+            _ => Err(self.not_within(at, len)),
         }
+    }
+
+    #[cold]
+    fn not_within(&self, at: usize, len: usize) -> Error {
+        Error::invalid(OP, "range", format!("{len} bytes from {at}"), format!("within {} bytes", self.len))
     }
 
     /// Copies `bytes` to `at`, after the work that the stream holds, and waits.
@@ -129,6 +135,7 @@ impl Buffer {
     }
 
     /// A tensor in this buffer, its first element at byte `at`.
+    #[inline]
     pub fn view(&self, at: usize, layout: Layout) -> Result<TensorView<'_>> {
         let address = DeviceAddress { device: self.device.ordinal(), address: self.range(at, layout.extent_bytes())? };
         // SAFETY: the extent lies in this allocation, which waits for the device's work when it is freed.
@@ -143,6 +150,7 @@ impl Buffer {
     }
 
     /// A tensor in this buffer that an operation writes.
+    #[inline]
     pub fn view_mut(&mut self, at: usize, layout: Layout) -> Result<TensorViewMut<'_>> {
         self.part_mut(at, layout)
     }

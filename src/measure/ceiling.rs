@@ -106,12 +106,39 @@ pub enum CeilingSpec {
     /// A copy.
     Copy(Shape),
     /// Waits for the kernel before it and ends.
-    Empty,
+    Empty(Parameters),
+}
+
+/// How many bytes of parameters an empty kernel takes, which the driver copies at each launch.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Parameters {
+    /// 8.
+    Few,
+    /// 22 608: as many as a cast of a list of 256 matrices takes.
+    Many,
+}
+
+/// Words of 8 bytes of [`Parameters::Many`].
+const MANY_WORDS: usize = 22_608 / 8;
+
+impl Parameters {
+    /// Words of 8 bytes.
+    const fn num_words(self) -> usize {
+        match self {
+            Parameters::Few => 1,
+            Parameters::Many => MANY_WORDS,
+        }
+    }
 }
 
 impl CeilingSpec {
     /// Each of them.
-    pub const ALL: [CeilingSpec; 3] = [CeilingSpec::Copy(Shape::Streaming), CeilingSpec::Copy(Shape::Plain), CeilingSpec::Empty];
+    pub const ALL: [CeilingSpec; 4] = [
+        CeilingSpec::Copy(Shape::Streaming),
+        CeilingSpec::Copy(Shape::Plain),
+        CeilingSpec::Empty(Parameters::Few),
+        CeilingSpec::Empty(Parameters::Many),
+    ];
 }
 
 impl Spec for CeilingSpec {
@@ -136,11 +163,11 @@ impl Spec for CeilingSpec {
                 carveout: Carveout::Shared,
                 targets: Targets::All,
             },
-            CeilingSpec::Empty => Program {
-                name: "measure empty".into(),
+            CeilingSpec::Empty(parameters) => Program {
+                name: format!("measure empty{}", if parameters == Parameters::Many { ", many parameters" } else { "" }),
                 entry: "measure_empty",
                 sources: EMPTY,
-                constants: vec![Constant::Int("THREADS", EMPTY_THREADS.into())],
+                constants: vec![Constant::Int("THREADS", EMPTY_THREADS.into()), Constant::Int("WORDS", parameters.num_words() as i64)],
                 threads: EMPTY_THREADS,
                 smem_bytes: 0,
                 max_registers: 32,
@@ -162,12 +189,6 @@ struct CopyParameters {
     from: u64,
     to: u64,
     num_vectors: u64,
-}
-
-#[repr(C)]
-#[derive(Clone, Copy)]
-struct EmptyParameters {
-    unused: u64,
 }
 
 /// Sources and destinations side by side, each with room for a guard.
@@ -296,6 +317,22 @@ impl Slots {
     }
 }
 
+/// Loads an empty kernel of one warp that takes so many parameters: what launches it.
+///
+/// # Errors
+/// [`Error::Gpu`], and those of compiling the kernel; those of the launch from what is returned.
+pub fn empty_kernel(stream: &Stream, parameters: Parameters, programmatic: bool) -> Result<impl Fn(usize) -> Result<()> + '_> {
+    let kernel = KERNELS.get(OP, stream, CeilingSpec::Empty(parameters))?;
+    let geometry = Geometry { threads: EMPTY_THREADS, programmatic, ..Geometry::default() };
+    let words = [0u64; MANY_WORDS];
+    Ok(move |_| match parameters {
+        // SAFETY: the kernel takes one word and touches no memory.
+        Parameters::Few => unsafe { kernel.launch(stream, &geometry, &words[0]) },
+        // SAFETY: the kernel takes these words and touches no memory.
+        Parameters::Many => unsafe { kernel.launch(stream, &geometry, &words) },
+    })
+}
+
 /// Measures an empty kernel of one warp: as a node of a graph with and without programmatic launch, queued by the host, and what the launch costs the
 /// host. The floor of every small kernel, and of every call of this crate.
 ///
@@ -304,21 +341,14 @@ impl Slots {
 pub fn empty_launch(stream: &Stream) -> Result<EmptyLaunch> {
     const NUM_NODES: usize = 200; // as the recorded figures: see docs of `Replay`
     const NUM_REPLAYS: usize = 25; // arbitrary: an odd number has a middle
-    let kernel = KERNELS.get(OP, stream, CeilingSpec::Empty)?;
-    let launch = |programmatic| {
-        move |_| {
-            let geometry = Geometry { threads: EMPTY_THREADS, programmatic, ..Geometry::default() };
-            // SAFETY: the kernel takes `EmptyParameters` and touches no memory.
-            unsafe { kernel.launch(stream, &geometry, &EmptyParameters { unused: 0 }) }
-        }
-    };
-    let node = |programmatic: bool| graph_replay(stream, launch(programmatic), NUM_NODES, NUM_REPLAYS);
+    let launch = |programmatic| empty_kernel(stream, Parameters::Few, programmatic);
+    let node = |programmatic: bool| graph_replay(stream, launch(programmatic)?, NUM_NODES, NUM_REPLAYS);
     Ok(EmptyLaunch {
         node: node(false)?,
         programmatic_node: node(true)?,
-        eager: eager(stream, launch(false), MAX_QUEUED, NUM_REPLAYS)?,
-        between_events: eager(stream, launch(false), 1, NUM_REPLAYS)?,
-        host_cost: host_cost(stream, launch(false), MAX_QUEUED, NUM_REPLAYS)?,
-        programmatic_host_cost: host_cost(stream, launch(true), MAX_QUEUED, NUM_REPLAYS)?,
+        eager: eager(stream, launch(false)?, MAX_QUEUED, NUM_REPLAYS)?,
+        between_events: eager(stream, launch(false)?, 1, NUM_REPLAYS)?,
+        host_cost: host_cost(stream, launch(false)?, MAX_QUEUED, NUM_REPLAYS)?,
+        programmatic_host_cost: host_cost(stream, launch(true)?, MAX_QUEUED, NUM_REPLAYS)?,
     })
 }

@@ -14,6 +14,7 @@ pub const TRIALS: &[(&str, Needs, Test)] = &[
     ("cast: more than 2^31 elements", Needs::GpuAlone, large),
     ("cast: the same bytes 20 times", Needs::Gpu, determinism),
     ("cast: tensors that overlap", Needs::Gpu, overlapping),
+    ("cast: rows that are too far apart", Needs::GpuAlone, far_rows),
     ("cast: lists that are made once", Needs::Gpu, lists),
     ("cast: current scaling in two streams", Needs::Gpu, current_in_streams),
     ("cast: tensors of a list that overlap", Needs::Gpu, overlapping_lists),
@@ -309,14 +310,54 @@ fn overlapping() -> Outcome {
         [(1023, 4096, "row"), (4096, 512, "column"), (4096, 4096 + 511, "column"), (4096, 4096, "column"), (0, 4096, "row")]
     {
         let x = buffer.view(0, of(DType::BF16, &[16, 32])?)?;
-        let operands = Operands::new(x).row(output(row, &[16, 32])?).column(output(column, &[32, 16])?);
-        match cast(&backend, &mut [operands], &Options::default()) {
-            Err(Error::Invalid { what: named, got, .. }) if named == format!("matrices[0].{what}") && got.contains("overlap") => {}
-            other => return Err(format!("row at {row}, column at {column}: {other:?}").into()),
+        // Alone, and behind a good one that it is like.
+        for num in [1, 2] {
+            let good = Operands::new(x).row(output(0x8000, &[16, 32])?).column(output(0x9000, &[32, 16])?);
+            let bad = Operands::new(x).row(output(row, &[16, 32])?).column(output(column, &[32, 16])?);
+            let mut matrices = [good, bad];
+            match cast(&backend, &mut matrices[2 - num..], &Options::default()) {
+                Err(Error::Invalid { what: named, got, .. })
+                    if named == format!("matrices[{}].{what}", num - 1) && got.contains("overlap") => {}
+                other => return Err(format!("row at {row}, column at {column}, matrix {num}: {other:?}").into()),
+            }
         }
     }
     let x = buffer.view(0, of(DType::BF16, &[16, 32])?)?;
     cast(&backend, &mut [Operands::new(x).row(output(1024, &[16, 32])?).column(output(1536, &[32, 16])?)], &Options::default())?;
+    stream.synchronize()?;
+    Ok(())
+}
+
+/// Copies whose rows are 2^32 bytes apart, which kernels do not count. Of a single row the stride does not matter.
+fn far_rows() -> Outcome {
+    let (device, stream) = gpu()?;
+    let far = 1usize << 32;
+    let (free, _) = device.memory()?;
+    if free < 2 * far as u64 {
+        report(format_args!("two rows need 4 GiB, {} GB are free: not run", free / 1_000_000_000));
+        return Ok(());
+    }
+    let (x, mut row) = (Buffer::new(&device, 1 << 10)?, Buffer::new(&device, far + 1024)?);
+    let offsets = Buffer::from_bytes(&stream, &[0i64, 1].map(i64::to_le_bytes).concat())?;
+    let backend = Backend::Cuda(Cuda::on(stream.clone()));
+    let of = |dtype, shape: &[usize]| Layout::contiguous("test", dtype, shape);
+    for rows in [1, 2] {
+        for is_grouped in [false, true] {
+            let to = Layout::strided("test", DType::E4M3, &[rows, 32], &[far, 1])?;
+            let mut operands = Operands::new(x.view(0, of(DType::BF16, &[rows, 32])?)?).row(row.view_mut(0, to)?);
+            let result = if is_grouped {
+                cast_grouped(&backend, &mut operands, offsets.view(0, of(DType::I64, &[2])?)?, &Options::default())
+            } else {
+                cast(&backend, &mut [operands], &Options::default())
+            };
+            let want = if is_grouped { "row" } else { "matrices[0].row" };
+            match result {
+                Ok(()) if rows == 1 => {}
+                Err(Error::Invalid { what, got, .. }) if rows == 2 && what == want && got.contains("4294967296 bytes apart") => {}
+                other => return Err(format!("{rows} rows, grouped {is_grouped}: {other:?}").into()),
+            }
+        }
+    }
     stream.synchronize()?;
     Ok(())
 }

@@ -6,14 +6,14 @@ use std::time::{Duration, Instant};
 
 use moe_kernels::gpu::plain_cast::PeerCast;
 use moe_kernels::gpu::{Device, Stream};
-use moe_kernels::measure::ceiling;
+use moe_kernels::measure::ceiling::{self, Parameters};
 use moe_kernels::measure::timing::{MAX_QUEUED, Replay, eager_samples, host_cost};
 use moe_kernels::measure::{Arm, Cooldown, Environment, IdleReport, Statistics, idle, processes, rounds};
 use moe_kernels::ops::cast::{Block, Scaling};
 use moe_kernels::{DType, Error, Result};
 use serde_json::{Map, Value};
 
-use super::cast_case::{Case, Held, ListMemory, Memory, NUM_SETS, Way, check_list};
+use super::cast_case::{Case, Held, ListMemory, Memory, NUM_LISTS, NUM_SETS, Way, check_list};
 use super::{Common, Json, environment, note};
 use crate::output::{Output, Progress};
 
@@ -57,6 +57,8 @@ const NUM_REPLAYS: usize = 3;
 const NUM_CALLS: usize = 6;
 /// Samples of the eager time and of the host's (arbitrary: an odd number has a middle).
 const NUM_SAMPLES: usize = 5;
+/// Rounds in which calls whose cost for the host is compared take turns (arbitrary: an odd number has a middle).
+const NUM_HOST_ROUNDS: usize = 15;
 /// Bytes a second of the memory by the datasheets (spec: NVIDIA H200, H100 SXM, A100 80 GB SXM, B200).
 const PEAKS: [(&str, f64); 4] = [("H200", 4.8e12), ("H100", 3.35e12), ("A100", 2.039e12), ("B200", 8e12)];
 
@@ -264,13 +266,10 @@ fn measure(arguments: &Arguments, output: &mut Output) -> Result<()> {
     let cases = cases(arguments.quick, &arguments.only)?;
     let stream = Stream::new(&Device::open(arguments.common.device)?)?;
     let peer = arguments.peer.as_deref().map(PeerCast::load).transpose()?;
-    let empty = ceiling::empty_launch(&stream)?;
-    let nothing = Case { set: String::new(), name: "empty kernel".into(), ..Case::bf16_to_e4m3("host") };
-    line(output, &nothing, "empty", [Some(empty.node), Some(empty.between_events), Some(empty.host_cost)])?;
-    line(output, &nothing, "empty, early", [Some(empty.programmatic_node), None, Some(empty.programmatic_host_cost)])?;
     let mut memory = Memory::new(&stream, &cases)?;
-    // For lists that are checked at each call, and for those that are made once.
-    let mut lists = (0..2 * NUM_SETS).map(|_| ListMemory::new(&stream, &cases)).collect::<Result<Vec<_>>>()?;
+    let of_host: Vec<Case> = cases.iter().filter(|case| case.group == "host").cloned().collect();
+    let lists = (0..NUM_LISTS).map(|_| ListMemory::new(&stream, &cases));
+    let mut lists = lists.chain((0..NUM_SETS).map(|_| ListMemory::new(&stream, &of_host))).collect::<Result<Vec<_>>>()?;
     for case in &cases {
         memory.fill(case.from)?;
         if case.has_list() {
@@ -310,22 +309,55 @@ fn measure_case(
     arms.push(Arm::new("copy, eager", || eager_samples(stream, copy, turns, NUM_REPLAYS)));
     let measured = rounds(&mut arms, NUM_ROUNDS, is_reversed, &Cooldown::none())?;
     drop(arms);
-    let mut figures = Vec::new();
-    for way in &ways {
-        let eager = Statistics::of(&eager_samples(stream, &way.run, 1, NUM_SAMPLES)?);
-        // Of calls that the GPU outruns as many as of the bare launch: a first one wakes up what the next ones find awake.
-        let num_calls = if case.group == "host" { MAX_QUEUED } else { NUM_CALLS };
-        let host = host_cost(stream, &way.run, num_calls, NUM_SAMPLES)?;
-        figures.push((eager, Some(host)));
-    }
+    let eager = |way: &Way<'_>| Ok(Statistics::of(&eager_samples(stream, &way.run, 1, NUM_SAMPLES)?));
+    let eager: Vec<_> = ways.iter().map(eager).collect::<Result<_>>()?;
+    let hosts = if case.group == "host" {
+        host_in_turns(stream, case, &ways, is_reversed, output)?
+    } else {
+        ways.iter().map(|way| host_cost(stream, &way.run, NUM_CALLS, NUM_SAMPLES).map(Some)).collect::<Result<_>>()?
+    };
     if are_right(&held, &ways, output)? {
-        for ((way, times), (eager, host)) in ways.iter().zip(&measured.arms).zip(figures) {
+        for (((way, times), eager), host) in ways.iter().zip(&measured.arms).zip(eager).zip(hosts) {
             line(output, case, way.name, [Some(times.seconds), eager, host])?;
         }
         let [node, eager] = [0, 1].map(|i| Some(measured.arms[ways.len() + i].seconds));
         line(output, case, "copy", [node, eager, None])?;
     }
     Ok(())
+}
+
+/// Queues call `i`.
+type Call<'a> = &'a dyn Fn(usize) -> Result<()>;
+
+/// What calls cost the host, all ways in turns with launches of kernels that do nothing: the clock of a core, and who shares it, changes more than they differ.
+/// As many calls in a row of each: a first one wakes up what the next ones find awake.
+fn host_in_turns(
+    stream: &Stream,
+    case: &Case,
+    ways: &[Way<'_>],
+    is_reversed: bool,
+    output: &mut Output,
+) -> Result<Vec<Option<Statistics>>> {
+    let [few, early, many, many_early] =
+        [(Parameters::Few, false), (Parameters::Few, true), (Parameters::Many, false), (Parameters::Many, true)]
+            .map(|(parameters, early)| ceiling::empty_kernel(stream, parameters, early));
+    let (few, early, many, many_early) = (few?, early?, many?, many_early?);
+    let bare: [(&str, Call<'_>); 4] =
+        [("empty", &few), ("empty, early", &early), ("empty, 22 KiB", &many), ("empty, 22 KiB, early", &many_early)];
+    let mut calls: Vec<Call<'_>> = bare.iter().map(|(_, call)| *call).collect();
+    calls.extend(ways.iter().map(|way| &*way.run as Call<'_>));
+    let mut samples = vec![Vec::new(); calls.len()];
+    for round in 0..NUM_HOST_ROUNDS {
+        for turn in 0..calls.len() {
+            let i = if is_reversed == (round % 2 == 0) { calls.len() - 1 - turn } else { turn };
+            samples[i].push(host_cost(stream, calls[i], MAX_QUEUED, 1)?.median);
+        }
+    }
+    let mut hosts = samples.iter().map(|samples| Statistics::of(samples));
+    for ((way, _), host) in bare.iter().zip(&mut hosts) {
+        line(output, case, way, [None, None, host])?;
+    }
+    Ok(hosts.collect())
 }
 
 fn are_right(held: &Held<'_>, ways: &[Way<'_>], output: &mut Output) -> Result<bool> {
@@ -485,13 +517,20 @@ fn print(results: &[Map<String, Value>], peak: Option<f64>, output: &mut Output)
         output.heading("Microseconds of the host a call, and of a graph node of small matrices")?;
         let rows = hosts.iter().flat_map(|label| {
             let figures = of(label);
+            let [bare, early] = ["empty", "empty, early"].map(|way| figures.get(way, "host"));
             let lines = figures.lines.into_iter().filter(|line| line.contains_key("host"));
-            let cell = |line: &Map<String, Value>, field| number(figure(line, field).map(|statistics| statistics.median * 1e6), 2);
+            let get = |line: &Map<String, Value>, field| figure(line, field).map(|statistics| statistics.median);
+            let cell = |seconds: Option<f64>| number(seconds.map(|seconds| seconds * 1e6), 2);
             lines
-                .map(|line| vec![text(line, "name").to_owned(), text(line, "way").to_owned(), cell(line, "host"), cell(line, "graph")])
+                .map(|line| {
+                    let (way, host) = (text(line, "way"), get(line, "host"));
+                    let bare = if way.ends_with("early") { early } else { bare };
+                    let above = host.zip(bare).map(|(host, bare)| host - bare);
+                    vec![text(line, "name").to_owned(), way.to_owned(), cell(host), cell(above), cell(get(line, "graph"))]
+                })
                 .collect::<Vec<_>>()
         });
-        output.table(&["<case", "<way", "host", "node"], rows)?;
+        output.table(&["<case", "<way", "host", "above empty", "node"], rows)?;
     }
     Ok(())
 }

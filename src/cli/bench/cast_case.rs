@@ -274,6 +274,11 @@ impl ListMemory {
     }
 }
 
+/// The group whose tensors are not made for each call.
+const AT_HAND: &str = "grouped, at hand";
+/// The same, launched programmatically.
+const AT_HAND_EARLY: &str = "grouped, at hand, early";
+
 /// One way to cast.
 pub struct Way<'a> {
     pub name: &'static str,
@@ -291,6 +296,24 @@ pub struct Held<'a> {
     lists: Vec<RefCell<Vec<Operands<'a>>>>,
     /// Lists that are made once, of each set.
     prepared: Vec<RefCell<List<'a>>>,
+    /// The operands of a group, made once: what the host's part of a call costs without making them.
+    groups: Vec<RefCell<Operands<'a>>>,
+}
+
+/// Memories of lists that a case needs: for those that are checked at each call, and for those that are made once.
+pub const NUM_LISTS: usize = 2 * NUM_SETS;
+
+/// The tensors of a group of one scale a matrix, without padding.
+fn group<'a>(case: &Case, memory: &'a Memory, set: usize, list: &'a mut ListMemory) -> Result<Operands<'a>> {
+    let (rows, columns) = (case.total_rows(), case.columns);
+    let of = |dtype, shape: &[usize]| Layout::contiguous("bench", dtype, shape);
+    let words = of(DType::F32, &[case.rows.len()])?;
+    Ok(Operands::new(memory.x[set].view(0, of(case.from, &[rows, columns])?)?)
+        .scale(memory.scale.view(0, words)?)
+        .row(list.row.view_mut(0, of(case.to, &[rows, columns])?)?)
+        .column(list.column.view_mut(0, of(case.to, &[rows * columns])?)?)
+        .amax(list.amax.view_mut(0, words)?)
+        .scale_inv(list.scale_inv.view_mut(0, words)?))
 }
 
 /// The matrices of a list: their inputs are those of the group, their outputs lie as those of the group do.
@@ -327,14 +350,28 @@ impl<'a> Held<'a> {
         let padded = Case { rows: case.rows.iter().map(|rows| rows.next_multiple_of(case.pad_rows)).collect(), ..case.clone() };
         let words: Vec<u8> = padded.offsets().iter().flat_map(|offset| offset.to_le_bytes()).collect();
         memory.padded_offsets.upload(&memory.stream, 0, &words)?;
-        let mut held = Held { case, memory, offsets, scale_layouts: case.scale_layouts()?, lists: Vec::new(), prepared: Vec::new() };
+        let mut held = Held {
+            case,
+            memory,
+            offsets,
+            scale_layouts: case.scale_layouts()?,
+            lists: Vec::new(),
+            prepared: Vec::new(),
+            groups: Vec::new(),
+        };
         if case.has_list() {
-            let (lists, for_prepared) = lists.split_at_mut(NUM_SETS);
+            let (lists, others) = lists.split_at_mut(NUM_SETS);
+            let (for_prepared, for_groups) = others.split_at_mut(NUM_SETS);
             let backend = Backend::Cuda(Cuda::on(memory.stream.clone()));
             for (set, (list, for_prepared)) in lists.iter_mut().zip(for_prepared).enumerate() {
                 held.lists.push(RefCell::new(operands(case, memory, set, list)?));
                 let prepared = List::new(&backend, operands(case, memory, set, for_prepared)?, case.options())?;
                 held.prepared.push(RefCell::new(prepared));
+            }
+            if case.group == "host" {
+                for (set, list) in for_groups.iter_mut().enumerate() {
+                    held.groups.push(RefCell::new(group(case, memory, set, list)?));
+                }
             }
         }
         Ok(held)
@@ -351,7 +388,10 @@ impl<'a> Held<'a> {
         }
         if self.case.has_list() {
             if self.case.group == "host" {
+                let [of_hand, of_hand_early] = [backend.clone(), early.clone()];
+                ways.push(Way { name: AT_HAND, run: Box::new(move |i| self.at_hand(&of_hand, i)) });
                 ways.push(Way { name: "grouped, early", run: Box::new(self.grouped(early.clone())) });
+                ways.push(Way { name: AT_HAND_EARLY, run: Box::new(move |i| self.at_hand(&of_hand_early, i)) });
                 ways.push(Way { name: "prepared, early", run: Box::new(move |i| self.prepared(&early, i)) });
             }
             let of_list = backend.clone();
@@ -383,14 +423,16 @@ impl<'a> Held<'a> {
     }
 
     fn grouped(&self, backend: Backend) -> impl Fn(usize) -> Result<()> + '_ {
+        // Sums over all matrices, which are no part of a call.
+        let (total_rows, padded) = (self.case.total_rows(), self.case.padded_rows());
         move |i| {
             let (case, memory, set) = (self.case, self.memory, i % NUM_SETS);
             let (mut row, mut column) = (memory.row[set].borrow_mut(), memory.column[set].borrow_mut());
             let (mut row_scales, mut column_scales) = (memory.row_scales.borrow_mut(), memory.column_scales.borrow_mut());
             let (mut amax, mut scale_inv) = (memory.amax.borrow_mut(), memory.scale_inv.borrow_mut());
-            let (num, padded) = (case.rows.len(), case.padded_rows());
+            let num = case.rows.len();
             let words = self.layout(DType::F32, &[num])?;
-            let x = self.layout(case.from, &[case.total_rows(), case.columns])?;
+            let x = self.layout(case.from, &[total_rows, case.columns])?;
             let at = case.place(i, padded * case.columns * case.to.size());
             let mut operands = Operands::new(memory.x[set].view(case.place(i, x.extent_bytes()), x)?)
                 .row(row.view_mut(at, self.layout(case.to, &[padded, case.columns])?)?)
@@ -435,6 +477,12 @@ impl<'a> Held<'a> {
         cast_grouped(backend, &mut operands, offsets, &Options::default())
     }
 
+    /// The group of tensors that are made already, but for its offsets.
+    fn at_hand(&self, backend: &Backend, i: usize) -> Result<()> {
+        let offsets = self.memory.offsets.view(0, self.layout(DType::I64, &[self.offsets.len()])?)?;
+        cast_grouped(backend, &mut self.groups[i % NUM_SETS].borrow_mut(), offsets, &self.case.options())
+    }
+
     fn list(&self, backend: &Backend, i: usize) -> Result<()> {
         cast(backend, &mut self.lists[i % NUM_SETS].borrow_mut(), &self.case.options())
     }
@@ -463,11 +511,11 @@ impl<'a> Held<'a> {
         self.with_tensors(i, |tensors| peer.run(&self.memory.stream, tensors, &self.offsets, &offsets))
     }
 
-    /// Runs one way once and compares three matrices with the CPU's cast; what is wrong, if anything. Lists write elsewhere: see [`check_list`].
+    /// Runs one way once and compares three matrices with the CPU's cast; what is wrong, if anything. Lists and tensors at hand write elsewhere: see [`check_list`].
     pub fn check(&self, way: &Way<'_>) -> Result<Option<String>> {
         let (case, memory) = (self.case, self.memory);
         let stream = &memory.stream;
-        if way.name == "list" || way.name.starts_with("prepared") {
+        if way.name == "list" || way.name.starts_with("prepared") || [AT_HAND, AT_HAND_EARLY].contains(&way.name) {
             return Ok(None);
         }
         let copy_bytes = case.padded_rows() * case.columns * case.to.size();

@@ -2,6 +2,7 @@
 #![forbid(unsafe_code)]
 
 use super::layout::{Shape, Side, Sums, scale_shape};
+use super::like::{Like, overlapping, range};
 use super::overlap::{self, Region};
 use super::{Formula, OP, Operands, Options, ScaleLayout, Scaling};
 use crate::backend::{Cpu, Cuda};
@@ -15,6 +16,9 @@ pub(super) trait Memory {
 
     /// As [`Memory::holds`], of a view that is written.
     fn holds_output(&self, what: impl Into<String>, view: &TensorViewMut<'_>) -> Result<()>;
+
+    /// The device on which they lie; `None` for host memory.
+    fn device(&self) -> Option<u32>;
 
     /// Whether two views may share bytes: on a host the borrow checker has seen to that.
     fn may_overlap(&self) -> bool;
@@ -30,6 +34,10 @@ impl Memory for Cpu {
 
     fn holds_output(&self, what: impl Into<String>, view: &TensorViewMut<'_>) -> Result<()> {
         view.host(OP, what).map(|_| ())
+    }
+
+    fn device(&self) -> Option<u32> {
+        None
     }
 
     fn may_overlap(&self) -> bool {
@@ -51,6 +59,10 @@ impl Memory for Cuda {
     #[inline(always)]
     fn holds_output(&self, what: impl Into<String>, view: &TensorViewMut<'_>) -> Result<()> {
         is_on(self, what, view.device(), view.layout().extent_bytes())
+    }
+
+    fn device(&self) -> Option<u32> {
+        Some(Cuda::device(self).ordinal())
     }
 
     fn may_overlap(&self) -> bool {
@@ -85,6 +97,8 @@ pub(super) struct Known {
     pub(super) scaling: Scaling,
     pub(super) pad_rows: usize,
     pub(super) reset_amax: bool,
+    /// On average over the matrices of a list.
+    pub(super) mean_rows: usize,
 }
 
 /// Whether the flag, which was checked, says now that there is nothing to do. A GPU reads it when the operation runs.
@@ -96,23 +110,47 @@ pub(super) fn is_noop(_: &Cpu, options: &Options<'_>) -> bool {
     if noop.dtype() == DType::F32 { f32::from_bits(bits) != 0.0 } else { bits != 0 }
 }
 
-/// Checks a list; `None` for one without matrices.
-pub(super) fn list(memory: &impl Memory, matrices: &[Operands<'_>], options: &Options<'_>) -> Result<Option<Known>> {
+/// Checks a list; `None` for one without matrices. Hands each matrix that was found good to `each`: what it reads next is at hand then.
+pub(super) fn list(
+    memory: &impl Memory,
+    matrices: &[Operands<'_>],
+    options: &Options<'_>,
+    mut each: impl FnMut(&Operands<'_>),
+) -> Result<Option<Known>> {
     options_alone(memory, options)?;
     let Some(first) = matrices.first() else { return Ok(None) };
-    let mut known = None;
+    let known = one_of_list(memory, 0, first, first, options)?;
+    let (mut like, mut total_rows) = (Like::of(memory, first, options), 0usize);
     for (i, matrix) in matrices.iter().enumerate() {
-        let name = Name { matrix: Some(i) };
-        known = Some(operands(memory, name, matrix, first, options)?);
-        let (rows, columns) = extents(name, &matrix.x)?;
-        let sums = Sums::default().with(rows, options.pad_rows, &options.scaling);
-        let sums = sums.ok_or_else(|| too_many_rows(name.of("x"), rows))?;
-        outputs(memory, name, matrix, options, &sums, columns, false)?;
-        apart(memory, name, matrix)?;
-        per_matrix(memory, name, matrix, 1)?;
-        if matrix.status.is_some() {
-            return Err(Error::invalid(OP, name.of("status"), "present", "absent: a list has no offsets"));
+        if !like.as_ref().is_some_and(|like: &Like<'_>| like.is_good(matrix)) {
+            one_of_list(memory, i, matrix, first, options)?;
+            like = Like::of(memory, matrix, options);
         }
+        total_rows = total_rows.saturating_add(matrix.x.layout().first_dims()[0]);
+        each(matrix);
+    }
+    Ok(Some(Known { mean_rows: total_rows / matrices.len(), ..known }))
+}
+
+/// Checks matrix `i` of a list.
+#[inline(never)]
+pub(super) fn one_of_list(
+    memory: &impl Memory,
+    i: usize,
+    matrix: &Operands<'_>,
+    first: &Operands<'_>,
+    options: &Options<'_>,
+) -> Result<Known> {
+    let name = Name { matrix: Some(i) };
+    let known = operands(memory, name, matrix, first, options)?;
+    let (rows, columns) = extents(name, &matrix.x)?;
+    let sums = Sums::default().with(rows, options.pad_rows, &options.scaling);
+    let sums = sums.ok_or_else(|| too_many_rows(name.of("x"), rows))?;
+    outputs(memory, name, matrix, options, &sums, columns, false)?;
+    apart(memory, name, matrix)?;
+    per_matrix(memory, name, matrix, 1)?;
+    if matrix.status.is_some() {
+        return Err(Error::invalid(OP, name.of("status"), "present", "absent: a list has no offsets"));
     }
     Ok(known)
 }
@@ -274,7 +312,7 @@ fn operands(memory: &impl Memory, name: Name, o: &Operands<'_>, first: &Operands
     let why = if is_block { "for each copy" } else { "only with block scales" };
     present(name.of("row_scales"), o.row_scales.is_some(), is_block && o.row.is_some(), why)?;
     present(name.of("column_scales"), o.column_scales.is_some(), is_block && o.column.is_some(), why)?;
-    Ok(Known { from, to, scaling: options.scaling, pad_rows: options.pad_rows, reset_amax: options.reset_amax })
+    Ok(Known { from, to, scaling: options.scaling, pad_rows: options.pad_rows, reset_amax: options.reset_amax, mean_rows: 0 })
 }
 
 /// Rows and columns of the input.
@@ -356,21 +394,12 @@ fn apart(memory: &impl Memory, name: Name, o: &Operands<'_>) -> Result<()> {
     if !memory.may_overlap() {
         return Ok(());
     }
-    let range = |device: Option<DeviceAddress>, layout: &Layout| {
-        let bytes = layout.extent_bytes() as u64;
-        device.filter(|_| bytes > 0).map_or((0, 0), |at| (at.address, at.address + bytes))
-    };
-    let of = |view: &Option<TensorViewMut<'_>>| view.as_ref().map_or((0, 0), |view| range(view.device(), view.layout()));
-    let overlap = |a: (u64, u64), b: (u64, u64)| a.0 < b.1 && b.0 < a.1;
-    let (x, row, column) = (range(o.x.device(), o.x.layout()), of(&o.row), of(&o.column));
-    if overlap(row, x) {
-        return Err(Error::invalid(OP, name.of("row"), "overlapping x", "apart from x"));
+    let of = |view: &Option<TensorViewMut<'_>>| view.as_ref().map_or((0, 0), |view| range(view.address(), view.layout()));
+    match overlapping(range(o.x.address(), o.x.layout()), of(&o.row), of(&o.column)) {
+        None => Ok(()),
+        Some(("row", _)) => Err(Error::invalid(OP, name.of("row"), "overlapping x", "apart from x")),
+        Some((field, with)) => Err(Error::invalid(OP, name.of(field), format!("overlapping {with}"), "apart from x and row")),
     }
-    if overlap(column, x) || overlap(column, row) {
-        let with = if overlap(column, x) { "x" } else { "row" };
-        return Err(Error::invalid(OP, name.of("column"), format!("overlapping {with}"), "apart from x and row"));
-    }
-    Ok(())
 }
 
 #[inline(always)]

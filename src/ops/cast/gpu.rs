@@ -2,14 +2,14 @@
 
 use bytemuck::{Pod, Zeroable};
 
-use super::check::Known;
+use super::check::{self, Known};
 use super::tuning::{self, LIST_SIZES, Tile};
 use super::variant::{Form, Kind, MATRIX_THREADS, Scales, Variant};
 use super::{Formula, OP, Operands, Options, ScaleLayout, Scaling};
 use crate::backend::Cuda;
 use crate::error::{Error, Result};
 use crate::gpu::{Geometry, Kernels};
-use crate::tensor::{DType, TensorView, TensorViewMut};
+use crate::tensor::{DType, Layout, TensorView, TensorViewMut};
 
 pub(super) static KERNELS: Kernels<Variant> = Kernels::new();
 
@@ -45,23 +45,28 @@ pub(super) struct BlockMatrix {
 
 /// What the kernels take of a matrix.
 pub(super) trait Entry: Pod + Default {
-    fn of(o: &Operands<'_>) -> Self;
+    /// Its tensors, with the bytes of an element of all inputs and of all copies: looking at the type of each takes longer than all else here.
+    fn of(o: &Operands<'_>, sizes: [usize; 2]) -> Self;
     fn matrix(&mut self) -> &mut Matrix;
 }
 
 impl Entry for Matrix {
     #[inline(always)]
-    fn of(o: &Operands<'_>) -> Self {
+    fn of(o: &Operands<'_>, [from, to]: [usize; 2]) -> Self {
+        // The stride of a single row does not matter.
+        let stride = |layout: &Layout| if layout.first_dims()[0] > 1 { stride_bytes(layout, to) } else { 0 };
+        let copy = |view: &Option<TensorViewMut<'_>>| view.as_ref().map_or((0, 0), |view| (view.address(), stride(view.layout())));
+        let ((row, row_stride), (column, column_stride)) = (copy(&o.row), copy(&o.column));
         Matrix {
-            x: read(Some(&o.x)),
-            row: write(o.row.as_ref()),
-            column: write(o.column.as_ref()),
+            x: o.x.address(),
+            row,
+            column,
             scale: read(o.scale.as_ref()),
             amax: write(o.amax.as_ref()),
             scale_inv: write(o.scale_inv.as_ref()),
-            x_stride: (o.x.strides()[0] * o.x.dtype().size()) as u64,
-            row_stride: row_stride(o.row.as_ref()),
-            column_stride: row_stride(o.column.as_ref()),
+            x_stride: stride_bytes(o.x.layout(), from),
+            row_stride,
+            column_stride,
             ..Matrix::default()
         }
     }
@@ -73,13 +78,14 @@ impl Entry for Matrix {
 
 impl Entry for BlockMatrix {
     #[inline(always)]
-    fn of(o: &Operands<'_>) -> Self {
+    fn of(o: &Operands<'_>, sizes: [usize; 2]) -> Self {
+        let stride = |view: Option<&TensorViewMut<'_>>| view.map_or(0, |view| stride_bytes(view.layout(), view.dtype().size()));
         BlockMatrix {
             row_scales: write(o.row_scales.as_ref()),
             column_scales: write(o.column_scales.as_ref()),
-            row_scales_stride: row_stride(o.row_scales.as_ref()),
-            column_scales_stride: row_stride(o.column_scales.as_ref()),
-            matrix: Matrix::of(o),
+            row_scales_stride: stride(o.row_scales.as_ref()),
+            column_scales_stride: stride(o.column_scales.as_ref()),
+            matrix: Matrix::of(o, sizes),
         }
     }
 
@@ -90,7 +96,7 @@ impl Entry for BlockMatrix {
 
 /// `ParametersOfAll` of locate.cuh.
 #[repr(C)]
-#[derive(Debug, Clone, Copy)]
+#[derive(Debug, Clone, Copy, Default)]
 pub(super) struct ParametersOfAll {
     noop: u64,
     offsets: u64,
@@ -133,28 +139,36 @@ mod flag {
 /// The address under a view; 0 for an absent one.
 #[inline(always)]
 fn read(view: Option<&TensorView<'_>>) -> u64 {
-    view.and_then(|view| view.device()).map_or(0, |device| device.address)
+    view.map_or(0, |view| view.address())
 }
 
 #[inline(always)]
 fn write(view: Option<&TensorViewMut<'_>>) -> u64 {
-    view.and_then(|view| view.device()).map_or(0, |device| device.address)
+    view.map_or(0, |view| view.address())
 }
 
-/// Bytes from row to row.
+/// Bytes from row to row of a matrix.
 #[inline(always)]
-fn row_stride(view: Option<&TensorViewMut<'_>>) -> u64 {
-    view.map_or(0, |view| (view.strides()[0] * view.dtype().size()) as u64)
+fn stride_bytes(layout: &Layout, size: usize) -> u64 {
+    layout.first_dims()[2].saturating_mul(size) as u64
 }
 
 impl Matrix {
-    /// Whether rows are whole vectors of eight elements at addresses that the widest accesses take.
-    fn is_aligned(&self, to: DType) -> bool {
-        let store = (tuning::PATCH * to.size()).min(VECTOR as usize) as u64;
-        let x = [self.x, self.x_stride].iter().all(|at| at.is_multiple_of(VECTOR));
-        x && [self.row, self.row_stride].iter().all(|at| at.is_multiple_of(store)) && self.num_columns.is_multiple_of(tuning::PATCH as u32)
+    /// 0 when rows are whole vectors of eight elements at addresses that the widest accesses take, of which copies take `store` bytes.
+    #[inline(always)]
+    fn odd_bits(&self, store: u64) -> u64 {
+        (self.x | self.x_stride) & (VECTOR - 1) | (self.row | self.row_stride) & (store - 1) | u64::from(self.num_columns) & (PATCH - 1)
     }
 }
+
+/// Bytes of the widest store of a patch's row of a copy.
+fn store_bytes(to: DType) -> u64 {
+    (PATCH * to.size() as u64).min(VECTOR)
+}
+
+/// As in tuning.rs, of addresses.
+const PATCH: u64 = tuning::PATCH as u64;
+const _: () = assert!(VECTOR.is_power_of_two() && PATCH.is_power_of_two(), "masks");
 
 /// Bytes of the widest access (spec).
 const VECTOR: u64 = 16;
@@ -199,44 +213,67 @@ impl ParametersOfAll {
     }
 }
 
-/// Casts a checked list.
-pub(super) fn list(cuda: &Cuda, known: &Known, matrices: &[Operands<'_>], options: &Options<'_>) -> Result<()> {
-    if matches!(known.scaling, Scaling::Block { .. }) {
-        list_of::<BlockMatrix>(cuda, known, matrices, options)
+/// Checks and casts a list.
+pub(super) fn list(cuda: &Cuda, matrices: &[Operands<'_>], options: &Options<'_>) -> Result<()> {
+    if matches!(options.scaling, Scaling::Block { .. }) {
+        list_of::<BlockMatrix>(cuda, matrices, options)
     } else {
-        list_of::<Matrix>(cuda, known, matrices, options)
+        list_of::<Matrix>(cuda, matrices, options)
     }
 }
 
-fn list_of<E: Entry>(cuda: &Cuda, known: &Known, matrices: &[Operands<'_>], options: &Options<'_>) -> Result<()> {
+fn list_of<E: Entry>(cuda: &Cuda, matrices: &[Operands<'_>], options: &Options<'_>) -> Result<()> {
     const SMALL: usize = LIST_SIZES[0];
     const MIDDLE: usize = LIST_SIZES[1];
     const LARGE: usize = LIST_SIZES[2];
+    // Of several launches all matrices are checked before the first one.
+    let is_one = (1..=LARGE).contains(&matrices.len());
+    let known = if is_one { None } else { check::list(cuda, matrices, options, |_| ())? };
     for (i, chunk) in matrices.chunks(LARGE).enumerate() {
         let first = i * LARGE;
         match chunk.len() {
-            0..=SMALL => part_of_list::<E, SMALL>(cuda, known, chunk, first, options),
-            num if num <= MIDDLE => part_of_list::<E, MIDDLE>(cuda, known, chunk, first, options),
-            _ => part_of_list::<E, LARGE>(cuda, known, chunk, first, options),
+            0..=SMALL => part_of_list::<E, SMALL>(cuda, known.as_ref(), chunk, first, options),
+            num if num <= MIDDLE => part_of_list::<E, MIDDLE>(cuda, known.as_ref(), chunk, first, options),
+            _ => part_of_list::<E, LARGE>(cuda, known.as_ref(), chunk, first, options),
         }?;
     }
     Ok(())
 }
 
+/// Casts the matrices of one launch; checks them unless that was done.
 fn part_of_list<E: Entry, const N: usize>(
     cuda: &Cuda,
-    known: &Known,
+    checked: Option<&Known>,
     matrices: &[Operands<'_>],
     first: usize,
     options: &Options<'_>,
 ) -> Result<()> {
-    let mut parameters = Parameters { all: ParametersOfAll::new(known, options), matrices: [E::default(); N] };
-    let (call, packed) =
-        Call::of_list(cuda, known, matrices, Form::List(N as u16)).pack(cuda, matrices, first, &mut parameters.matrices)?;
+    let mut parameters = Parameters { all: ParametersOfAll::default(), matrices: [E::default(); N] };
+    let mut packing = Packing::new(&matrices[0]);
+    let mut places = parameters.matrices.iter_mut();
+    let mut each = |o: &Operands<'_>| {
+        if let Some(entry) = places.next() {
+            packing.add(o, entry);
+        }
+    };
+    let known = match checked {
+        Some(known) => {
+            matrices.iter().for_each(&mut each);
+            *known
+        }
+        None => match check::list(cuda, matrices, options, each)? {
+            Some(known) => known,
+            None => return Ok(()),
+        },
+    };
+    packing.finish(&known, matrices, first)?;
+    let call = Call::of_list(cuda, &known, &matrices[0], Form::List(N as u16), &packing);
+    let (call, packed) = call.cut(cuda, &mut parameters.matrices[..matrices.len()])?;
+    parameters.all = ParametersOfAll::new(&known, options);
     parameters.all.num_matrices = matrices.len() as u32;
     parameters.all.num_parts = packed.num_parts;
     parameters.all.num_blocks = call.blocks(cuda, packed.num_parts);
-    parameters.all.in_order(cuda, known, packed.num_elements);
+    parameters.all.in_order(cuda, &known, packed.num_elements);
     call.queue(cuda, &parameters)
 }
 
@@ -255,12 +292,12 @@ fn group_of<E: Entry>(cuda: &Cuda, known: &Known, all: &Operands<'_>, offsets: &
         return Ok(());
     }
     let mut call = Call::new(cuda, known, all, all.x.shape()[0] / num_matrices, Form::Group);
-    let [rows, columns] = extents(&all.x).map_err(|(got, want)| Error::invalid(OP, "x", got, want))?;
-    needs_inverse(known, all).map_err(|(got, want)| Error::invalid(OP, "scale_inv", got, want))?;
-    let mut entry = E::of(all);
+    for_gpu(known, all).map_err(|(field, got, want)| Error::invalid(OP, field, got, want))?;
+    let [rows, columns, _] = all.x.layout().first_dims().map(|extent| extent as u32);
+    let mut entry = E::of(all, [known.from.size(), known.to.size()]);
     let matrix = entry.matrix();
     (matrix.num_rows, matrix.num_columns) = (rows, columns);
-    call.aligned = matrix.is_aligned(known.to);
+    call.aligned = matrix.odd_bits(store_bytes(known.to)) == 0;
     call.choose_resident(cuda, u64::from(rows), num_matrices as u64, u64::from(rows) * u64::from(columns));
     let mut parameters = Parameters { all: ParametersOfAll::new(known, options), matrices: [entry] };
     let p = &mut parameters.all;
@@ -328,25 +365,80 @@ pub(super) fn too_many_parts() -> Error {
     Error::invalid(OP, "x", "too large for one launch", "fewer than 2^31 parts")
 }
 
-/// Rows and columns as the kernels count them.
-#[inline(always)]
-fn extents(x: &TensorView<'_>) -> Result<[u32; 2], (String, &'static str)> {
-    let number = |extent: usize| u32::try_from(extent).ok().filter(|extent| *extent < 1 << 30);
-    let row_bytes = x.strides().first().copied().unwrap_or(0).saturating_mul(x.dtype().size());
-    if row_bytes > u32::MAX as usize {
-        return Err((format!("with rows {row_bytes} bytes apart"), "rows less than 2^32 bytes apart on a gpu"));
+/// What the kernels ask for beyond what every backend does. Says what is wrong of which field, what it is and what it must be.
+fn for_gpu(known: &Known, o: &Operands<'_>) -> Result<(), (&'static str, String, &'static str)> {
+    let far = |layout: &Layout| Some(layout.strides()[0].saturating_mul(layout.dtype().size())).filter(|bytes| *bytes > MAX_ROW_BYTES);
+    let rows_apart = |field, bytes| (field, format!("with rows {bytes} bytes apart"), "rows less than 2^32 bytes apart on a gpu");
+    if let Some(bytes) = far(o.x.layout()) {
+        return Err(rows_apart("x", bytes));
     }
-    match (number(x.shape()[0]), number(x.shape()[1])) {
-        (Some(rows), Some(columns)) => Ok([rows, columns]),
-        _ => Err((format!("of shape {:?}", x.shape()), "extents below 2^30 on a gpu")),
+    if o.x.shape().iter().any(|extent| *extent >= MAX_EXTENT) {
+        return Err(("x", format!("of shape {:?}", o.x.shape()), "extents below 2^30 on a gpu"));
     }
+    if let Some(bytes) = o.row.as_ref().filter(|row| row.shape()[0] > 1).and_then(|row| far(row.layout())) {
+        return Err(rows_apart("row", bytes));
+    }
+    if needs_inverse(known) && o.scale_inv.is_none() {
+        return Err(("scale_inv", "absent".into(), "present with current scaling on a gpu"));
+    }
+    Ok(())
 }
 
+/// Extents that the kernels count are less.
+const MAX_EXTENT: usize = 1 << 30;
+/// Rows lie at most so many bytes apart: kernels keep that in 32 bits. Columns may be further.
+const MAX_ROW_BYTES: usize = u32::MAX as usize;
+
 /// Current scaling keeps a matrix's greatest magnitude there until its scale is known: a call allocates nothing.
-fn needs_inverse(known: &Known, o: &Operands<'_>) -> Result<(), (String, &'static str)> {
-    match known.scaling {
-        Scaling::Current { .. } if o.scale_inv.is_none() => Err(("absent".into(), "present with current scaling on a gpu")),
-        _ => Ok(()),
+fn needs_inverse(known: &Known) -> bool {
+    matches!(known.scaling, Scaling::Current { .. })
+}
+
+/// A list on its way into what kernels take, one matrix after the other. What all matrices must have is gathered bit by bit, and looked at in the end.
+pub(super) struct Packing {
+    sizes: [usize; 2],
+    store: u64,
+    /// As [`Matrix::odd_bits`].
+    odd: u64,
+    extents: usize,
+    strides: u64,
+    lacks_inverse: bool,
+}
+
+impl Packing {
+    /// For a list of which `first` is one.
+    pub(super) fn new(first: &Operands<'_>) -> Self {
+        let to = first.row.as_ref().or(first.column.as_ref()).map_or(first.x.dtype(), |copy| copy.dtype());
+        let sizes = [first.x.dtype().size(), to.size()];
+        Packing { sizes, store: store_bytes(to), odd: 0, extents: 0, strides: 0, lacks_inverse: false }
+    }
+
+    /// A matrix, checked, into its entry: all but its parts. What does not fit is found by `finish`.
+    #[inline(always)]
+    pub(super) fn add<E: Entry>(&mut self, o: &Operands<'_>, entry: &mut E) {
+        *entry = E::of(o, self.sizes);
+        let [rows, columns, _] = o.x.layout().first_dims();
+        let matrix = entry.matrix();
+        (matrix.num_rows, matrix.num_columns) = (rows as u32, columns as u32);
+        let is_empty = (rows == 0) | (columns == 0);
+        self.odd |= if is_empty { 0 } else { matrix.odd_bits(self.store) };
+        self.extents |= rows | columns;
+        self.strides |= matrix.x_stride | matrix.row_stride;
+        self.lacks_inverse |= matrix.scale_inv == 0;
+    }
+
+    /// # Errors
+    /// [`Error::Invalid`] for a matrix that a GPU does not take; these are numbered from `first` on.
+    pub(super) fn finish(&self, known: &Known, matrices: &[Operands<'_>], first: usize) -> Result<()> {
+        const { assert!(MAX_EXTENT.is_power_of_two() && (MAX_ROW_BYTES + 1).is_power_of_two(), "bits of several numbers together") };
+        let lacks = self.lacks_inverse && needs_inverse(known);
+        if self.extents < MAX_EXTENT && self.strides <= MAX_ROW_BYTES as u64 && !lacks {
+            return Ok(());
+        }
+        for (i, o) in matrices.iter().enumerate() {
+            for_gpu(known, o).map_err(|(field, got, want)| Error::invalid(OP, format!("matrices[{}].{field}", first + i), got, want))?;
+        }
+        Ok(())
     }
 }
 
@@ -364,12 +456,11 @@ pub(super) struct Call<'k> {
     resident: bool,
 }
 
-/// What is known of a list when its matrices are packed.
+/// What is known of a list when its matrices are cut into parts.
 pub(super) struct Packed {
     pub(super) num_parts: u32,
     pub(super) num_elements: u64,
-    /// As [`Matrix::is_aligned`], of all.
-    aligned: bool,
+    num_rows: u64,
 }
 
 /// The geometry with which kernel `i` of a call is launched. Programmatically: behind another one of the call always, where that exists (spec: compute capability 9.0);
@@ -397,10 +488,9 @@ impl<'k> Call<'k> {
         Call { known, scales, tile, form, aligned: true, row: first.row.is_some(), column: first.column.is_some(), resident: false }
     }
 
-    /// Of a list of at least one matrix.
-    pub(super) fn of_list(cuda: &Cuda, known: &'k Known, matrices: &[Operands<'_>], form: Form) -> Self {
-        let rows = matrices.iter().fold(0, |sum: usize, o| sum.saturating_add(o.x.shape()[0]));
-        Self::new(cuda, known, &matrices[0], rows / matrices.len(), form)
+    /// Of a list that begins with `first`.
+    pub(super) fn of_list(cuda: &Cuda, known: &'k Known, first: &Operands<'_>, form: Form, packing: &Packing) -> Self {
+        Call { aligned: packing.odd == 0, ..Self::new(cuda, known, first, known.mean_rows, form) }
     }
 
     /// Whether current scaling takes one launch, of matrices of so many rows and elements in all; then the tile is another one.
@@ -424,41 +514,41 @@ impl<'k> Call<'k> {
         if self.resident { tuning::slots(self.tile, cuda.device().properties().num_sms) as u32 } else { num_parts }
     }
 
-    /// What the kernels take of the matrices of a list, of which these are `first` and its followers; the call with what that says of it.
-    pub(super) fn pack<E: Entry>(mut self, cuda: &Cuda, matrices: &[Operands<'_>], first: usize, to: &mut [E]) -> Result<(Self, Packed)> {
-        let mut packed = self.pack_parts(matrices, first, to)?;
-        self.aligned = packed.aligned;
-        let rows = matrices.iter().fold(0u64, |sum, o| sum.saturating_add(o.x.shape()[0] as u64));
-        self.choose_resident(cuda, rows, matrices.len() as u64, packed.num_elements);
+    /// Cuts the matrices of a list into parts; the call with what that says of it.
+    pub(super) fn cut<E: Entry>(mut self, cuda: &Cuda, entries: &mut [E]) -> Result<(Self, Packed)> {
+        let mut packed = self.cut_by_tile(entries)?;
+        self.choose_resident(cuda, packed.num_rows, entries.len() as u64, packed.num_elements);
         if self.resident {
             // The parts of another tile.
-            packed = self.pack_parts(matrices, first, to)?;
+            packed = self.cut_by_tile(entries)?;
             self.resident = u64::from(packed.num_parts)
                 <= tuning::slots(self.tile, cuda.device().properties().num_sms) * tuning::RESIDENT_MAX_TILES as u64;
         }
         Ok((self, packed))
     }
 
-    fn pack_parts<E: Entry>(&self, matrices: &[Operands<'_>], first: usize, to: &mut [E]) -> Result<Packed> {
-        let (known, tile) = (self.known, self.tile);
-        let (mut num_parts, mut num_elements, mut aligned) = (0u64, 0u64, true);
-        for (i, (o, entry)) in matrices.iter().zip(to).enumerate() {
-            let name = |field: &str| format!("matrices[{}].{field}", first + i);
-            *entry = E::of(o);
-            let [rows, columns] = extents(&o.x).map_err(|(got, want)| Error::invalid(OP, name("x"), got, want))?;
-            needs_inverse(known, o).map_err(|(got, want)| Error::invalid(OP, name("scale_inv"), got, want))?;
+    fn cut_by_tile<E: Entry>(&self, entries: &mut [E]) -> Result<Packed> {
+        let (part_rows, strip_columns, pad_rows) = (self.tile.part_rows() as u32, self.tile.strip_columns(), self.known.pad_rows as u32);
+        let (mut num_parts, mut num_elements, mut num_rows) = (0u64, 0u64, 0u64);
+        // Of the matrix before: divisions take long.
+        let (mut of, mut num_down, mut num_strips) = ([0u32; 2], 0u32, 0u32);
+        for entry in entries {
             let matrix = entry.matrix();
-            let num_down = (rows as usize).next_multiple_of(known.pad_rows).div_ceil(tile.part_rows()) as u32;
-            (matrix.num_rows, matrix.num_columns) = (rows, columns);
+            let [rows, columns] = [matrix.num_rows, matrix.num_columns];
+            if of != [rows, columns] {
+                of = [rows, columns];
+                num_down = rows.next_multiple_of(pad_rows).div_ceil(part_rows);
+                num_strips = columns.div_ceil(strip_columns);
+            }
             (matrix.first_part, matrix.num_down) = (num_parts as u32, num_down);
-            aligned &= rows == 0 || columns == 0 || matrix.is_aligned(known.to);
-            num_parts += u64::from(num_down) * u64::from(columns.div_ceil(tile.strip_columns()));
+            num_parts += u64::from(num_down) * u64::from(num_strips);
             num_elements = num_elements.saturating_add(u64::from(rows) * u64::from(columns));
+            num_rows += u64::from(rows);
             if num_parts > MAX_BLOCKS {
                 return Err(too_many_parts());
             }
         }
-        Ok(Packed { num_parts: num_parts as u32, num_elements, aligned })
+        Ok(Packed { num_parts: num_parts as u32, num_elements, num_rows })
     }
 
     /// The kernels, one after the other.

@@ -61,11 +61,11 @@ impl<'a> List<'a> {
     /// compiler and the driver.
     pub fn new(backend: &Backend, matrices: Vec<Operands<'a>>, options: Options<'a>) -> Result<Self> {
         let prepared = match backend {
-            Backend::Cpu(cpu) => match check::list(cpu, &matrices, &options)? {
+            Backend::Cpu(cpu) => match check::list(cpu, &matrices, &options, |_| ())? {
                 Some(known) => Prepared::Cpu(known),
                 None => Prepared::Nothing,
             },
-            Backend::Cuda(cuda) => match check::list(cuda, &matrices, &options)? {
+            Backend::Cuda(cuda) => match check::list(cuda, &matrices, &options, |_| ())? {
                 Some(known) => {
                     check::all_apart(&matrices, &options)?;
                     Prepared::Cuda(Box::new(Table::new(cuda, &known, &matrices, &options)?))

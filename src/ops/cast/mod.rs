@@ -35,6 +35,7 @@ mod formula;
 mod gpu;
 mod kernels;
 mod layout;
+mod like;
 mod list;
 #[cfg(target_arch = "x86_64")]
 mod ocp;
@@ -76,6 +77,7 @@ pub struct Operands<'a> {
 
 impl<'a> Operands<'a> {
     /// An input without outputs; add at least one of [`row`](Self::row) and [`column`](Self::column).
+    #[inline]
     pub fn new(x: TensorView<'a>) -> Self {
         Operands {
             x,
@@ -91,6 +93,7 @@ impl<'a> Operands<'a> {
     }
 
     /// With given scales.
+    #[inline]
     pub fn scale(mut self, scale: TensorView<'a>) -> Self {
         self.scale = Some(scale);
         self
@@ -102,6 +105,7 @@ macro_rules! with {
         impl<'a> Operands<'a> {
             $(
                 #[doc = $doc]
+                #[inline]
                 pub fn $field(mut self, $field: TensorViewMut<'a>) -> Self {
                     self.$field = Some($field);
                     self
@@ -287,14 +291,12 @@ pub enum ScaleLayout {
 /// [`Error::Invalid`](crate::Error::Invalid) naming `matrices[i].field`, before anything is written.
 pub fn cast(backend: &Backend, matrices: &mut [Operands<'_>], options: &Options<'_>) -> Result<()> {
     match backend {
-        Backend::Cpu(cpu) => match check::list(cpu, matrices, options)? {
+        Backend::Cpu(cpu) => match check::list(cpu, matrices, options, |_| ())? {
             Some(known) if !check::is_noop(cpu, options) => cpu::list(cpu, &known, matrices),
             _ => Ok(()),
         },
-        Backend::Cuda(cuda) => match check::list(cuda, matrices, options)? {
-            Some(known) => gpu::list(cuda, &known, matrices, options),
-            None => Ok(()),
-        },
+        // A list of one launch is packed as it is checked.
+        Backend::Cuda(cuda) => gpu::list(cuda, matrices, options),
     }
 }
 

@@ -4,7 +4,8 @@ use super::check::Known;
 use bytemuck::{Pod, Zeroable};
 
 use super::gpu::{
-    BlockMatrix, Call, Entry, KERNELS, MAX_BLOCKS, MAX_STEPS, Matrix, Parameters, ParametersOfAll, Step, geometry_of, too_many_parts,
+    BlockMatrix, Call, Entry, KERNELS, MAX_BLOCKS, MAX_STEPS, Matrix, Packing, Parameters, ParametersOfAll, Step, geometry_of,
+    too_many_parts,
 };
 use super::tuning::{self, Tile};
 use super::variant::Form;
@@ -52,7 +53,10 @@ impl Table {
 
     fn of<E: Entry>(cuda: &Cuda, known: &Known, matrices: &[Operands<'_>], options: &Options<'_>) -> Result<Self> {
         let mut entries = vec![E::default(); matrices.len()];
-        let (call, packed) = Call::of_list(cuda, known, matrices, Form::Table).pack(cuda, matrices, 0, &mut entries)?;
+        let mut packing = Packing::new(&matrices[0]);
+        matrices.iter().zip(&mut entries).for_each(|(o, entry)| packing.add(o, entry));
+        packing.finish(known, matrices, 0)?;
+        let (call, packed) = Call::of_list(cuda, known, &matrices[0], Form::Table, &packing).cut(cuda, &mut entries)?;
         let mut all = ParametersOfAll::new(known, options);
         all.in_order(cuda, known, packed.num_elements);
         all.num_matrices = u32::try_from(matrices.len())
