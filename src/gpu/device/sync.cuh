@@ -131,14 +131,6 @@ DEVICE void set_bits_shared(u32* at, u32 bits) {
 #endif
 }
 
-DEVICE void add_shared(u32* at, u32 value) {
-#if PLATFORM_AMD
-    __hip_atomic_fetch_add(at, value, __ATOMIC_RELAXED, __HIP_MEMORY_SCOPE_WORKGROUP);
-#else
-    atomicAdd(at, value);
-#endif
-}
-
 // Sets `at` to `value` if it is 0; returns the value before. Within one device.
 DEVICE u32 claim_relaxed_device(u32* at, u32 value) {
 #if PLATFORM_AMD
