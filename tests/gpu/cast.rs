@@ -81,8 +81,13 @@ impl Group {
         Ok(())
     }
 
-    /// With outputs of so many rows.
-    fn cast(&mut self, options: &Options<'_>, rows: usize) -> Result<()> {
+    /// Blocks along the columns at most.
+    fn blocks(&self) -> usize {
+        self.capacity / 128 + self.num
+    }
+
+    /// With copies of so many rows, and scales of so many blocks along the columns.
+    fn cast(&mut self, options: &Options<'_>, rows: usize, blocks: usize) -> Result<()> {
         let columns = self.columns;
         let of = |dtype, shape: &[usize]| Layout::contiguous("test", dtype, shape);
         let mut operands = Operands::new(self.x.view(0, of(DType::BF16, &[self.capacity, columns])?)?)
@@ -91,9 +96,9 @@ impl Group {
             .status(self.status.view_mut(0, of(DType::U32, &[1])?)?);
         if options.scaling != Scaling::Given {
             let rows = self.capacity.next_multiple_of(4);
-            operands = operands.row_scales(self.row_scales.view_mut(0, of(DType::F32, &[columns.div_ceil(128), rows])?)?).column_scales(
-                self.column_scales.view_mut(0, of(DType::F32, &[self.capacity / 128 + self.num, columns.next_multiple_of(4)])?)?,
-            );
+            operands = operands
+                .row_scales(self.row_scales.view_mut(0, of(DType::F32, &[columns.div_ceil(128), rows])?)?)
+                .column_scales(self.column_scales.view_mut(0, of(DType::F32, &[blocks, columns.next_multiple_of(4)])?)?);
         }
         let offsets = self.offsets.view(0, of(DType::I64, &[self.num + 1])?)?;
         cast_grouped(&Backend::Cuda(Cuda::on(self.stream.clone())), &mut operands, offsets, options)
@@ -109,26 +114,38 @@ impl Group {
         Ok(u32::from_le_bytes(*self.read(&self.status)?.first_chunk().expect("four bytes")))
     }
 
-    /// What row and column must be, with their guards.
-    fn want(&self, offsets: &[i64]) -> Result<[Vec<u8>; 2]> {
-        let (columns, len) = (self.columns, self.row.len());
-        let mut want = [vec![0xFF; len], vec![0xFF; len]];
-        let [row, column] = &mut want;
-        for pair in offsets.windows(2) {
-            let (start, rows) = (pair[0] as usize, (pair[1] - pair[0]) as usize);
-            let range = GUARD + start * columns..GUARD + (start + rows) * columns;
-            let mut operands = Operands::new(TensorView::from_bytes(&self.values[2 * start * columns..], DType::BF16, &[rows, columns])?)
-                .row(TensorViewMut::from_bytes(&mut row[range.clone()], DType::E4M3, &[rows, columns])?)
-                .column(TensorViewMut::from_bytes(&mut column[range], DType::E4M3, &[columns, rows])?);
-            cast(&Backend::cpu(), std::slice::from_mut(&mut operands), &Options::default())?;
+    /// What the copies, with their guards, and their scales must be.
+    fn want(&self, options: &Options<'_>, offsets: &[i64]) -> Result<[Vec<u8>; 4]> {
+        let (rows, columns) = (self.capacity, self.columns);
+        let mut want = [&self.row, &self.column, &self.row_scales, &self.column_scales].map(|buffer| vec![0xFF; buffer.len()]);
+        let [row, column, row_scales, column_scales] = &mut want;
+        let copy = GUARD..GUARD + rows * columns;
+        let mut operands = Operands::new(TensorView::from_bytes(&self.values, DType::BF16, &[rows, columns])?)
+            .row(TensorViewMut::from_bytes(&mut row[copy.clone()], DType::E4M3, &[rows, columns])?)
+            .column(TensorViewMut::from_bytes(&mut column[copy], DType::E4M3, &[rows * columns])?);
+        if options.scaling != Scaling::Given {
+            let held = [columns.div_ceil(128), rows.next_multiple_of(4)];
+            operands = operands.row_scales(TensorViewMut::from_bytes(row_scales, DType::F32, &held)?);
+            let held = [self.blocks(), columns.next_multiple_of(4)];
+            operands = operands.column_scales(TensorViewMut::from_bytes(column_scales, DType::F32, &held)?);
         }
+        cast_grouped(&Backend::cpu(), &mut operands, TensorView::from_slice(offsets, &[self.num + 1])?, options)?;
         Ok(want)
     }
 
-    fn check(&self, what: &str, offsets: &[i64]) -> Outcome {
-        let [row, column] = self.want(offsets)?;
-        ensure(self.read(&self.row)? == row, format!("{what}: row"))?;
-        ensure(self.read(&self.column)? == column, format!("{what}: column"))
+    fn is_untouched(&self, what: &str) -> Outcome {
+        for buffer in [&self.row, &self.column, &self.row_scales, &self.column_scales] {
+            ensure(self.read(buffer)?.iter().all(|byte| *byte == 0xFF), format!("{what}: something was written"))?;
+        }
+        Ok(())
+    }
+
+    fn check(&self, what: &str, options: &Options<'_>, offsets: &[i64]) -> Outcome {
+        let got = [&self.row, &self.column, &self.row_scales, &self.column_scales];
+        for ((name, want), got) in ["row", "column", "row_scales", "column_scales"].iter().zip(self.want(options, offsets)?).zip(got) {
+            ensure(self.read(got)? == want, format!("{what}: {name}"))?;
+        }
+        Ok(())
     }
 }
 
@@ -161,22 +178,29 @@ fn bad_offsets() -> Outcome {
                 let what = format!("{num} matrices, {name}, {scaling:?}");
                 group.set_offsets(offsets)?;
                 group.poison()?;
-                group.cast(&Options::with_scaling(scaling), *rows)?;
+                group.cast(&Options::with_scaling(scaling), *rows, group.blocks())?;
                 same(&format!("{what}: status"), group.status()?, *want)?;
                 if *want == status::GOOD {
-                    if scaling == Scaling::Given {
-                        group.check(&what, offsets)?;
-                    }
-                    continue;
+                    group.check(&what, &Options::with_scaling(scaling), offsets)?;
+                } else {
+                    group.is_untouched(&what)?;
                 }
-                for buffer in [&group.row, &group.column, &group.row_scales, &group.column_scales] {
-                    ensure(group.read(buffer)?.iter().all(|byte| *byte == 0xFF), format!("{what}: something was written"))?;
+            }
+            if scaling != Scaling::Given {
+                let what = format!("{num} matrices, short scales");
+                let blocks = good.windows(2).filter(|pair| pair[0] < pair[1]).count();
+                for (blocks, want) in [(blocks, status::GOOD), (blocks - 1, status::SHORT_OUTPUTS)] {
+                    group.set_offsets(&good)?;
+                    group.poison()?;
+                    group.cast(&Options::with_scaling(scaling), 600, blocks)?;
+                    same(&format!("{what}: status"), group.status()?, want)?;
                 }
+                group.is_untouched(&what)?;
             }
             // With padding the sum of rows counts: every matrix takes a whole block of rows.
             group.set_offsets(&good)?;
             group.poison()?;
-            group.cast(&Options { pad_rows: 128, ..Options::with_scaling(scaling) }, 600)?;
+            group.cast(&Options { pad_rows: 128, ..Options::with_scaling(scaling) }, 600, group.blocks())?;
             same(&format!("{num} matrices, padded, {scaling:?}: status"), group.status()?, status::SHORT_OUTPUTS)?;
         }
     }
@@ -185,12 +209,12 @@ fn bad_offsets() -> Outcome {
 
 fn other_offsets() -> Outcome {
     let (_, stream) = gpu()?;
-    for num in NUMBERS {
-        let capacity = 3000;
+    for (num, scaling) in NUMBERS.into_iter().flat_map(|num| [(num, Scaling::Given), (num, Scaling::deep_gemm(Block::Row128))]) {
+        let (capacity, options) = (3000, Options::with_scaling(scaling));
         let mut group = Group::new(&stream, capacity, 264, num)?;
         group.set_offsets(&vec![0; num + 1])?;
-        group.cast(&Options::default(), capacity)?;
-        let graph = Graph::capture(&stream, || group.cast(&Options::default(), capacity))?;
+        group.cast(&options, capacity, group.blocks())?;
+        let graph = Graph::capture(&stream, || group.cast(&options, capacity, group.blocks()))?;
         let mut random = SplitMix64::new(num as u64);
         for round in 0..20 {
             // One matrix with everything, none with anything, multiples of 16 and not.
@@ -207,7 +231,7 @@ fn other_offsets() -> Outcome {
             group.poison()?;
             graph.launch(&stream)?;
             same("status", group.status()?, status::GOOD)?;
-            group.check(&format!("{num} matrices, replay {round}"), &offsets)?;
+            group.check(&format!("{num} matrices, {scaling:?}, replay {round}"), &options, &offsets)?;
         }
     }
     Ok(())
@@ -284,7 +308,7 @@ fn determinism() -> Outcome {
         let mut first: Option<[Vec<u8>; 4]> = None;
         for run in 0..20 {
             group.poison()?;
-            group.cast(&Options::with_scaling(scaling), 3008)?;
+            group.cast(&Options::with_scaling(scaling), 3008, group.blocks())?;
             let all = [&group.row, &group.column, &group.row_scales, &group.column_scales].map(|buffer| group.read(buffer));
             let [a, b, c, d] = all;
             let all = [a?, b?, c?, d?];

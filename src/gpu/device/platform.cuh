@@ -118,6 +118,15 @@ DEVICE void block_barrier() {
 #endif
 }
 
+// Adds to a word of shared memory, to which other threads add too.
+DEVICE void add_shared(u32* at, u32 value) {
+#if PLATFORM_AMD
+    __hip_atomic_fetch_add(at, value, __ATOMIC_RELAXED, __HIP_MEMORY_SCOPE_WORKGROUP);
+#else
+    atomicAdd(at, value);
+#endif
+}
+
 // The value of the lane whose number differs by MASK (1, 2, 4, 8 or 16), so within aligned groups of 32 lanes for waves of 64 too. All lanes take part.
 template <int MASK> DEVICE float shuffle_xor(float value) {
     static_assert(MASK > 0 && MASK < 32, "A mask above 31 would leave the group of 32 lanes.");

@@ -131,14 +131,6 @@ DEVICE void set_bits_shared(u32* at, u32 bits) {
 #endif
 }
 
-DEVICE void add_shared(u32* at, u32 value) {
-#if PLATFORM_AMD
-    __hip_atomic_fetch_add(at, value, __ATOMIC_RELAXED, __HIP_MEMORY_SCOPE_WORKGROUP);
-#else
-    atomicAdd(at, value);
-#endif
-}
-
 // Nothing comes back, so nobody waits for it. Within one device.
 DEVICE void count_relaxed_device(u64* at, u64 value) {
 #if PLATFORM_AMD

@@ -2,12 +2,13 @@
 //
 // Computes   for each block of BLOCK_LINES x BLOCK_LENGTH of a copy its scale by FORMULA, the copy as round(scale * x), the stored scale, and amax raised to
 //            the greatest |x| (oracle::cast::cast); both copies from one read of memory
-// Layout     as tile.cu; scales as `place_scales` of locate.cuh says
-// Work       a block casts a part, tiles of TILE_ROWS x TILE_COLUMNS one below the other (TILES_DOWN) and side by side (STRIP_COLUMNS). Of each, a group of 32
-//            lanes casts 16 rows and then 16 columns, a lane a patch of 8 x 8: a line of 128 lies in 16 lanes, so greatest magnitudes and scales go from lane
-//            to lane, and columns leave as 128 bytes each. The second read comes from the first-level cache, into which the other groups have just read
-// Shared     the part found; a word for each 32 threads
-// Sync       none between groups of lanes while tiles are cast, but for square blocks; amax by atomic maximum, one a part
+// Layout     as tile.cu; scales as `row_scales_of` and `column_scales_of` of locate.cuh say
+// Work       a block casts a tile of TILE_ROWS x TILE_COLUMNS, a part. A group of 32 lanes casts 16 rows and then 16 columns, a lane a patch of 8 x 8: a line
+//            of 128 lies in 16 lanes, so greatest magnitudes and scales go from lane to lane, and columns leave as 128 bytes each. The second read comes from
+//            the first-level cache, into which the other groups have just read
+// Shared     the part found, and sums over a group's matrices; a word for each 32 threads
+// Sync       none between groups of lanes while a tile is cast, but once for a group, when its loads are under way, and for square blocks; amax by atomic
+//            maximum, one a part
 // Requires   as tile.cu
 //
 // Constants: those of tile.cu and locate.cuh, and FORMULA.
@@ -165,7 +166,7 @@ template <class S> DEVICE void store_scale(const S& to, u32 line, u32 block, con
 
 // Where scales of lines of a tile go: the tile's first line and block, and the ends of what exists.
 template <class S> struct Lines {
-    const S& to;
+    S to;
     u32 first;
     u32 end;
     u32 first_block;
@@ -263,19 +264,30 @@ DEVICE void store_shifted(u8* to, u64 value, u32 along, u32 num) {
     }
 }
 
-// Casts the tile that begins at this row and column of a part's matrix. FULL: all of it is there, and columns are whole words. `scratch` is not what the tile before used.
-template <bool FULL> DEVICE void cast_tile_of(const Parameters& p, const Matrix& m, const Part& part, u32 first_row, u32 first_column, const Extents& tile, u32* scratch, u32& greatest) {
-    const u32 thread = thread_idx(), lane = thread % 32, group = thread / 32;
+// Casts a part of matrix `m`; false when `is_good`, which all threads call while the first loads are under way, says so. FULL: all of the tile is there, and columns are
+// whole words.
+template <bool FULL, class IsGood> DEVICE bool cast_tile_of(const Parameters& p, const Matrix& m, const Part& part, const Extents& tile, u32* scratch, u32& greatest, const IsGood& is_good) {
+    const u32 thread = thread_idx(), lane = thread % 32, group = thread / 32, first_row = part.first_row, first_column = part.first_column;
     const u32 row_block = first_column / BLOCK_LENGTH, column_block = first_row / BLOCK_LENGTH;
-    const u8* const x = m.x + (u64)(part.start + first_row) * (u32)m.x_stride + first_column * IN;
-    const u8* const first = FULL ? x : m.x + (u64)part.start * (u32)m.x_stride;
+    const u8* const x = m.x + (u64)(start_of(part) + first_row) * (u32)m.x_stride + first_column * IN;
+    const u8* const first = FULL ? x : m.x;
     Patch patch;
     u32 words[LINE_WORDS];
     float factors[PATCH];
     if constexpr (ROW || !COLUMN || IS_SQUARE) {
         const u32 along = along_of<IN_ROW>(lane), line = group * HALF + lane / HALF * PATCH;
-        if (IS_SQUARE || FULL || group * HALF < tile.num_rows) {
+        const bool has_rows = IS_SQUARE || FULL || group * HALF < tile.num_rows;
+        // Beside a patch in registers a square block has no room for sums: with four blocks resident the compiler would spill.
+        if (IS_SQUARE && !is_good()) {
+            return false;
+        }
+        if (has_rows) {
             load_tile_patch<FULL>(patch, x + (u64)line * (u32)m.x_stride + along * PATCH * IN, first, m, tile, line, along * PATCH);
+        }
+        if (!IS_SQUARE && !is_good()) {
+            return false;
+        }
+        if (has_rows) {
             greatest_of_rows(patch, words);
             u32 of_patch = words[0];
 #pragma unroll
@@ -302,19 +314,19 @@ template <bool FULL> DEVICE void cast_tile_of(const Parameters& p, const Matrix&
                 // Packed scales repeat for each line.
                 const u32 row_lines = STORED == PACKED ? tile.num_rows : 1, column_lines = STORED == PACKED ? tile.num_columns : 1;
                 if (ROW && thread < row_lines) {
-                    store_scale(part.row_scales, (STORED == PACKED ? first_row : column_block) + thread, row_block, scale);
+                    store_scale(row_scales_of(m, part), (STORED == PACKED ? first_row : column_block) + thread, row_block, scale);
                 }
                 if (COLUMN && thread < column_lines) {
-                    store_scale(part.column_scales, (STORED == PACKED ? first_column : row_block) + thread, column_block, scale);
+                    store_scale(column_scales_of(m, part), (STORED == PACKED ? first_column : row_block) + thread, column_block, scale);
                 }
             } else if constexpr (ROW) {
-                const Lines<CopyScales> lines = {part.row_scales, first_row, first_row + tile.num_rows, row_block, row_block + quotient_up(tile.num_columns, BLOCK_LENGTH)};
+                const Lines<CopyScales> lines = {row_scales_of(m, part), first_row, first_row + tile.num_rows, row_block, row_block + quotient_up(tile.num_columns, BLOCK_LENGTH)};
                 scale_lines<FULL, IN_ROW>(p, lines, words, line, factors);
             }
             if constexpr (ROW) {
                 const u32 left = along * PATCH < tile.num_columns ? tile.num_columns - along * PATCH : 0, bytes = FULL ? PATCH * OUT : at_most(left, PATCH) * OUT;
                 const u32 piece = ALIGNED ? 16 : piece_of((u64)m.row, m.row_stride, m.num_columns * OUT);
-                u8* to = m.row + (u64)(part.before + first_row + line) * (u32)m.row_stride + (first_column + along * PATCH) * OUT;
+                u8* to = m.row + (u64)(before_of(part) + first_row + line) * (u32)m.row_stride + (first_column + along * PATCH) * OUT;
 #pragma unroll
                 for (u32 r = 0; r < PATCH; r++) {
                     u32 narrowed[OUT_WORDS];
@@ -334,6 +346,11 @@ template <bool FULL> DEVICE void cast_tile_of(const Parameters& p, const Matrix&
         // against 0.87).
         const u32 along = along_of<IN_COLUMN>(lane), line = group * HALF + lane % 2 * PATCH;
         load_tile_patch<FULL>(patch, x + (u64)(along * PATCH) * (u32)m.x_stride + line * IN, first, m, tile, along * PATCH, line);
+        if constexpr (!ROW && !IS_SQUARE) {
+            if (!is_good()) {
+                return false;
+            }
+        }
         if constexpr (!IS_SQUARE) {
             greatest_of_columns(patch, words);
             if constexpr (!ROW) {
@@ -342,7 +359,7 @@ template <bool FULL> DEVICE void cast_tile_of(const Parameters& p, const Matrix&
                     greatest = larger_of(greatest, words[i]);
                 }
             }
-            const Lines<CopyScales> lines = {part.column_scales, first_column, first_column + tile.num_columns, column_block,
+            const Lines<CopyScales> lines = {column_scales_of(m, part), first_column, first_column + tile.num_columns, column_block,
                                              column_block + quotient_up(tile.num_rows, BLOCK_LENGTH)};
             scale_lines<FULL, IN_COLUMN>(p, lines, words, line, factors);
         }
@@ -352,7 +369,7 @@ template <bool FULL> DEVICE void cast_tile_of(const Parameters& p, const Matrix&
             narrow_row(patch.word[r], [&](u32 c) { return factors[c]; }, narrowed[r]);
         }
         const u64 stride = column_stride_of(m, part);
-        u8* to = m.column + (u64)part.before * (m.num_columns * OUT) + (first_column + line) * stride + (first_row + along * PATCH) * OUT;
+        u8* to = m.column + (u64)before_of(part) * (m.num_columns * OUT) + (first_column + line) * stride + (first_row + along * PATCH) * OUT;
         const u32 below = along * PATCH < tile.num_rows ? tile.num_rows - along * PATCH : 0;
         const bool is_shifted = !FULL && ((u32)((u64)to | stride) & 7) != 0; // of words of 8 bytes
 #pragma unroll
@@ -374,6 +391,7 @@ template <bool FULL> DEVICE void cast_tile_of(const Parameters& p, const Matrix&
             }
         }
     }
+    return true;
 }
 
 KERNEL_FITTING(NUM_THREADS, BLOCKS) cast_blocks(PARAMETERS(Parameters) p) {
@@ -384,44 +402,37 @@ KERNEL_FITTING(NUM_THREADS, BLOCKS) cast_blocks(PARAMETERS(Parameters) p) {
     if (is_noop(p)) {
         return;
     }
-    for (u32 nth = 0; find_part(p, nth, search, found); nth++) {
-        const Matrix& m = matrix_of(p, search, found);
-        const u32 columns_left = m.num_columns - found.first_column;
-        const u32 end_column = found.first_column + at_most(columns_left, STRIP_COLUMNS);
-        u32 greatest = 0, first_row = found.first_row, first_column = found.first_column, nth_tile = 0;
-#pragma unroll 1
-        while (first_column < end_column) {
-            const u32 end_row = found.first_row + found.num_rows;
-            const u32 valid = first_row < found.num_valid ? found.num_valid - first_row : 0;
-            const Extents tile = {at_most(end_row - first_row, TILE_ROWS), at_most(valid, TILE_ROWS), at_most(end_column - first_column, TILE_COLUMNS)};
-            const bool are_words = !COLUMN || (((u32)(u64)m.column | found.before * (m.num_columns * OUT) | (u32)column_stride_of(m, found)) & 7) == 0;
-            u32* const of_tile = scratch[nth_tile % 2];
-            if (ALIGNED && are_words && tile.num_valid == TILE_ROWS && tile.num_columns == TILE_COLUMNS) {
-                cast_tile_of<true>(p, m, found, first_row, first_column, tile, of_tile, greatest);
-            } else {
-                cast_tile_of<false>(p, m, found, first_row, first_column, tile, of_tile, greatest);
-            }
-            nth_tile++;
-            if constexpr (STRIP_COLUMNS == TILE_COLUMNS && GROUP_ROWS == TILE_ROWS) {
-                break; // a part is a tile
-            }
-            first_row += TILE_ROWS;
-            if (first_row >= found.first_row + found.num_rows) {
-                first_row = found.first_row;
-                first_column += TILE_COLUMNS;
-            }
-        }
-        // The barrier in it: everyone has read what was found.
-        const u32 of_part = greatest_of_block(greatest_bits<FROM>(greatest), scratch[nth_tile % 2]);
-        if (thread_idx() == 0 && m.amax != nullptr) {
-            raise(m.amax + (LIST ? 0 : found.matrix), (i32)of_part);
-        }
-        if (!search.has_more) {
-            break;
-        }
-        block_barrier();
+    Seen seen = {};
+    bool is_there = true;
+    if constexpr (LIST) {
+        find_listed(p, search, found);
+    } else {
+        is_there = look_for_slot(p, search, found, seen);
     }
-    if (!LIST && block_idx_x() == 0 && thread_idx() == 0 && p.status != nullptr) {
-        *p.status = search.status;
+    const auto is_good = [&] { return LIST || status_of_group(p, search, found, seen) == 0; };
+    if (!is_there) {
+        if (block_idx_x() == 0) {
+            is_good(); // writes the status
+        }
+        return;
+    }
+    Part of_table;
+    read_part(p, search, of_table);
+    const Part& part = TABLE ? of_table : found;
+    const Matrix& m = matrix_of(p, search, part);
+    const u32 columns_left = m.num_columns - part.first_column, valid = part.first_row < part.num_valid ? part.num_valid - part.first_row : 0;
+    const Extents tile = {part.num_rows, at_most(valid, TILE_ROWS), at_most(columns_left, TILE_COLUMNS)};
+    // A padded matrix begins at a multiple of 16 rows (spec: paddings).
+    const u32 before = LIST || p.pad_rows > 1 ? 0 : part.start;
+    const bool are_words = !COLUMN || (((u32)(u64)m.column | before * (m.num_columns * OUT) | (u32)column_stride_of(m, part)) & 7) == 0;
+    u32 greatest = 0;
+    const bool is_cast = ALIGNED && are_words && tile.num_valid == TILE_ROWS && tile.num_columns == TILE_COLUMNS
+                             ? cast_tile_of<true>(p, m, part, tile, scratch[0], greatest, is_good)
+                             : cast_tile_of<false>(p, m, part, tile, scratch[0], greatest, is_good);
+    if (is_cast && m.amax != nullptr) {
+        const u32 of_part = greatest_of_block(greatest_bits<FROM>(greatest), scratch[1]);
+        if (thread_idx() == 0) {
+            raise(m.amax + (LIST ? 0 : part.matrix), (i32)of_part);
+        }
     }
 }

@@ -1,6 +1,6 @@
 // Which part a block casts, found by all its threads: for one scale a matrix. Needs patch and locate.
 
-static_assert(!HAS_SCALES, "Scales of blocks take find_by_group.");
+static_assert(!HAS_SCALES, "Scales of blocks take find_by_slot.");
 
 // What 32 threads found of a group's matrices, for each such 32.
 struct Found {

@@ -317,9 +317,13 @@ fn group_of<E: Entry>(cuda: &Cuda, known: &Known, all: &Operands<'_>, offsets: &
         tile: call.tile,
         num_sms: cuda.device().properties().num_sms,
     };
-    let tail_rows = group.tail_rows();
-    p.tail_start = u64::from(rows).saturating_sub(tail_rows) as u32;
-    let num_down = group.num_down(tail_rows);
+    let num_down = if matches!(known.scaling, Scaling::Block { .. }) {
+        group.num_slots()
+    } else {
+        let tail_rows = group.tail_rows();
+        p.tail_start = u64::from(rows).saturating_sub(tail_rows) as u32;
+        group.num_down(tail_rows)
+    };
     let num_parts = num_down * u64::from(p.num_strips);
     if num_parts > MAX_BLOCKS {
         return Err(too_many_parts());
@@ -484,7 +488,7 @@ impl<'k> Call<'k> {
     fn new(cuda: &Cuda, known: &'k Known, first: &Operands<'_>, mean_rows: usize, form: Form) -> Self {
         let scales = Scales::of(known, first);
         let is_native = tuning::is_native(cuda.device().compute_capability(), known.to);
-        let tile = scales.tile(known.from, known.to, form, is_native, mean_rows);
+        let tile = scales.tile(known.from, known.to, is_native, mean_rows);
         Call { known, scales, tile, form, aligned: true, row: first.row.is_some(), column: first.column.is_some(), resident: false }
     }
 

@@ -89,8 +89,8 @@ struct CopyScales {
     u32 num_blocks;
 };
 template <> struct PartScales<true> {
-    CopyScales row_scales;
-    CopyScales column_scales;
+    u32 blocks_before; // group: blocks along columns of the matrices before
+    u32 words_before;  // and their words
 };
 
 // What a block casts: some rows of some columns of a matrix.
@@ -155,8 +155,6 @@ DEVICE Share share_of_block(const Parameters& p, u32 num_parts) {
 struct Sums {
     u32 parts;  // of one strip
     u32 rows;   // padded
-    u32 blocks; // along the columns
-    u32 words;
 };
 
 // Blocks along a column.
@@ -168,29 +166,34 @@ DEVICE u32 padded(const Parameters& p, u32 num_rows) {
     return (num_rows + p.pad_rows - 1) & ~(p.pad_rows - 1); // pad_rows is a power of two
 }
 
-// Where the scales of a matrix lie. A template, so that it is not looked at where there are none.
-template <class P, class M> DEVICE void place_scales(P& part, const M& m, u32 num_rows, const Sums& before) {
-    const u32 row_lines_before = BLOCK_LINES == 1 ? before.rows : before.blocks;
-    const u32 num_blocks = blocks_of(num_rows);
-    const u64 row_stride = m.row_scales_stride, column_stride = m.column_scales_stride;
-    part.row_scales.num_blocks = quotient_up(m.num_columns, BLOCK_LENGTH);
-    part.column_scales.num_blocks = num_blocks;
-    if constexpr (STORED == PACKED) {
-        part.row_scales.data = m.row_scales + (u64)before.rows * STORED_BYTES;
-        part.column_scales.data = m.column_scales + before.words * column_stride;
-    } else if constexpr (IS_ROW_MAJOR) {
-        part.row_scales.data = m.row_scales + row_lines_before * row_stride;
-        part.column_scales.data = m.column_scales + (u64)quotient_up(m.num_columns, BLOCK_LINES) * before.blocks * STORED_BYTES;
-    } else {
-        part.row_scales.data = m.row_scales + (u64)row_lines_before * STORED_BYTES;
-        part.column_scales.data = m.column_scales + before.blocks * column_stride;
-    }
+DEVICE u32 start_of(const Part& part) {
+    return LIST ? 0 : part.start;
+}
+DEVICE u32 before_of(const Part& part) {
+    return LIST ? 0 : part.before;
+}
+// Where the scales of a part's matrix lie.
+template <class M, class P> DEVICE CopyScales row_scales_of(const M& m, const P& part) {
+    const u64 stride = m.row_scales_stride;
+    const u32 lines_before = STORED == PACKED || BLOCK_LINES == 1 ? before_of(part) : LIST ? 0 : part.blocks_before;
+    CopyScales scales;
+    scales.data = m.row_scales + (IS_ROW_MAJOR ? lines_before * stride : (u64)lines_before * STORED_BYTES);
+    scales.line_stride = IS_ROW_MAJOR ? stride : STORED_BYTES;
+    scales.block_stride = IS_ROW_MAJOR ? STORED_BYTES : stride;
+    scales.num_blocks = quotient_up(m.num_columns, BLOCK_LENGTH);
+    return scales;
+}
+template <class M, class P> DEVICE CopyScales column_scales_of(const M& m, const P& part) {
+    const u64 stride = m.column_scales_stride;
+    const u32 num_blocks = blocks_of(part.height), before = LIST ? 0 : STORED == PACKED ? part.words_before : part.blocks_before;
     // The scales of a group's column copies follow each other without gaps when they are row-major.
-    const u64 column_lines = LIST ? column_stride : (u64)num_blocks * STORED_BYTES;
-    part.row_scales.line_stride = IS_ROW_MAJOR ? row_stride : STORED_BYTES;
-    part.row_scales.block_stride = IS_ROW_MAJOR ? STORED_BYTES : row_stride;
-    part.column_scales.line_stride = IS_ROW_MAJOR ? column_lines : STORED_BYTES;
-    part.column_scales.block_stride = IS_ROW_MAJOR ? STORED_BYTES : column_stride;
+    const u64 lines = LIST ? stride : (u64)num_blocks * STORED_BYTES;
+    CopyScales scales;
+    scales.data = m.column_scales + (IS_ROW_MAJOR ? (u64)quotient_up(m.num_columns, BLOCK_LINES) * before * STORED_BYTES : before * stride);
+    scales.line_stride = IS_ROW_MAJOR ? lines : STORED_BYTES;
+    scales.block_stride = IS_ROW_MAJOR ? STORED_BYTES : stride;
+    scales.num_blocks = num_blocks;
+    return scales;
 }
 
 // Rows at whose multiples parts end (derived: a sector of 32 bytes; blocks with a scale are whole).
@@ -247,9 +250,6 @@ template <class P> DEVICE void part_of_entry(const P& p, const Entry& entry, Par
     found.first_row = entry.first_row;
     found.num_rows = entry.num_rows;
     found.first_column = entry.first_column;
-    if constexpr (HAS_SCALES) {
-        place_scales(found, entry.matrix, found.height, Sums{});
-    }
 }
 
 // Part `l` of a list: thread 0. A template, so that the form that is not there is not looked at.
@@ -272,9 +272,6 @@ template <class P> DEVICE void find_in_list(const P& p, u32 l, Part& found) {
         part.num_valid = m.num_rows;
         part.height = padded(p, m.num_rows);
         cut(part, l - m.first_part, m.num_down);
-        if constexpr (HAS_SCALES) {
-            place_scales(part, m, part.height, Sums{});
-        }
         found = part;
     }
 }

@@ -137,17 +137,16 @@ pub(super) fn is_resident(
 /// Blocks at most: `TURN` of resident.cu.
 const RESIDENT_MAX_BLOCKS: u64 = 1 << 10;
 
-/// The tile of block scales (docs/cast.md has what was measured: H200, bf16 to e4m3): it is read twice, the second time from the first-level cache, which four of
-/// them fill. A block that finds its part in a table casts one tile, one that searches casts two (measured: H200, 0.959 and 0.921 of the copy, and with the search
-/// 0.893 and 0.904). Inputs of f32, rounding by integer arithmetic, square blocks, and in a table all formulas but DeepGEMM's of f32 scales take more registers:
-/// with four blocks they would spill.
-pub(super) fn block_tile(from: DType, is_native: bool, fits_four: bool, has_table: bool) -> Tile {
+/// The tile of block scales (docs/cast.md has what was measured: H200, bf16 to e4m3), which is a part: two beside each other are slower (measured: H200, even matrices
+/// 0.918 of the copy instead of 0.954). It is read twice, the second time from the first-level cache, which four of them fill. Inputs of f32 and rounding by integer
+/// arithmetic take more registers: with four blocks they would spill.
+pub(super) fn block_tile(from: DType, is_native: bool) -> Tile {
     let blocks = match (from, is_native) {
         (_, false) => 1,
         (DType::F32, true) => 2,
-        _ => 3 + u16::from(fits_four),
+        _ => 4,
     };
-    Tile { rows: 128, columns: 128, down: 1, across: if has_table { 1 } else { 2 }, tail: 1, blocks }
+    Tile { rows: 128, columns: 128, down: 1, across: 1, tail: 1, blocks }
 }
 
 /// Matrices that the parameters of a list's launch hold: the smallest of these that suffices (256: at most 32 KiB of parameters, spec: CUDA 12.1; the
@@ -187,6 +186,11 @@ impl Group {
         let num_down = (self.rows / self.num_matrices).div_ceil(self.tile.part_rows() as u64);
         let num_parts = self.num_matrices.saturating_mul(num_down).saturating_mul(self.num_strips);
         tail(self.tile, self.num_sms, num_parts, GROUP_TAIL) / self.num_strips.max(1)
+    }
+
+    /// Slots of a strip with block scales: each matrix has one more than its parts at most (derived: find_by_slot.cuh).
+    pub(super) fn num_slots(&self) -> u64 {
+        self.rows / self.tile.part_rows() as u64 + self.num_matrices
     }
 
     /// Parts of a strip that are expected at most: the first blocks take several parts when there are more, and one without a part takes the time of its search

@@ -25,7 +25,7 @@ macro_rules! sources {
 const TILE_SOURCES: &[Source] = sources!("ops/cast/find_by_block.cuh", "ops/cast/tile.cu");
 const MATRICES_SOURCES: &[Source] = sources!("ops/cast/matrices.cu");
 const RESIDENT_SOURCES: &[Source] = sources!("gpu/device/grid.cuh", "ops/cast/resident.cu");
-const BLOCK_SOURCES: &[Source] = sources!("ops/cast/find_by_group.cuh", "ops/cast/block.cu");
+const BLOCK_SOURCES: &[Source] = sources!("ops/cast/find_by_slot.cuh", "ops/cast/block.cu");
 
 /// Threads of a block of `cast_matrices` (arbitrary, as in matrices.cu).
 pub(super) const MATRIX_THREADS: u32 = 128;
@@ -153,13 +153,9 @@ impl Scales {
         }
     }
 
-    pub(super) fn tile(self, from: DType, to: DType, form: Form, is_native: bool, mean_rows: usize) -> Tile {
+    pub(super) fn tile(self, from: DType, to: DType, is_native: bool, mean_rows: usize) -> Tile {
         match self {
-            Scales::Blocks { block, formula, .. } => {
-                let has_table = form == Form::Table;
-                let fits_four = block != Block::Square128 && (!has_table || formula == Formulas::DeepGemm);
-                tuning::block_tile(from, is_native, fits_four, has_table)
-            }
+            Scales::Blocks { .. } => tuning::block_tile(from, is_native),
             Scales::Given | Scales::Current => tuning::tile(from, to, is_native, mean_rows),
         }
     }
@@ -299,7 +295,7 @@ pub(super) fn shipped() -> Vec<Variant> {
     let mut add = |kind: Kind, from: DType, to: DType, form: Form, scales: Scales, is_native: bool| {
         // High matrices and low ones.
         for mean_rows in [usize::MAX, 0] {
-            let variant = Variant { kind, from, to, form, scales, tile: kind.tile(scales.tile(from, to, form, is_native, mean_rows)) };
+            let variant = Variant { kind, from, to, form, scales, tile: kind.tile(scales.tile(from, to, is_native, mean_rows)) };
             if !all.contains(&variant) {
                 all.push(variant);
             }
@@ -343,8 +339,9 @@ pub(super) fn shipped() -> Vec<Variant> {
             add(both, from, to, Form::Group, scales, is_native);
         }
         add(both, DType::F32, to, Form::Group, scales, true);
-        // A tile of its own.
-        add(both, from, to, Form::Table, scales, true);
+        for form in [Form::List(LIST_SIZES[2] as u16), Form::Table] {
+            add(both, from, to, form, scales, true);
+        }
     }
     for form in [Form::Group, Form::List(LIST_SIZES[0] as u16), Form::Table] {
         let kind = Kind::Resident { row: true, column: true };
