@@ -335,7 +335,16 @@ fn refused() -> Outcome {
         };
         run_sharing(2, false, work).map_err(|error| failed(&format!("{geometry:?}, many tokens"), &error))?;
     }
-    Ok(())
+    // Of a dispatch's rows one block waits, however many there are; the blocks of its first kernel, which wait, are the rule's, and cut as without a caller's.
+    let phase = PhaseTuning { geometry: Some((7168, 256)), sms: None };
+    let tuning = Tuning { dispatch: phase, ..Tuning::default() };
+    let config = Config { max_tokens: 4096, ..base() };
+    let work = |world: World| -> Result<()> {
+        let mut rig = Rig::new(&world, &config, Options { tuning, ..Options::default() })?;
+        (0..3).try_for_each(|_| rig.round(0))?;
+        rig.finish()
+    };
+    run_sharing(8, false, work).map(drop).map_err(|error| failed("a dispatch of many blocks", &error))
 }
 
 fn large_rounds(ranks: usize, num_tokens: usize) -> Outcome {

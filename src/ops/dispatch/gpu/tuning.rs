@@ -369,7 +369,7 @@ impl Loaded {
     /// The grids whose blocks wait for peers.
     pub fn waiting(&self, device: &Device) -> Result<Vec<Waiting>> {
         let (choice, many) = (&self.choice, Tokens::exactly(u32::MAX));
-        let is_fixed = choice.phase().geometry.is_some();
+        let is_fixed = self.waits_with_geometry();
         let mut all = Vec::new();
         for kernel in self.route.iter().flatten() {
             all.push(kernel.waiting(device, "route", self.route_blocks(many, kernel), is_fixed)?);
@@ -411,9 +411,14 @@ impl Loaded {
     /// So many blocks of grids that wait, unless the caller has said how many.
     pub fn settle(&self, settled: Settled) {
         self.is_alone.store(settled.is_alone, Ordering::Relaxed);
-        if self.choice.phase().geometry.is_none() {
+        if !self.waits_with_geometry() {
             self.most_waiting.store(settled.blocks.max(1), Ordering::Relaxed);
         }
+    }
+
+    /// Whether the caller's blocks wait for peers: those of `payload` do not, but for one, and `route` has its own.
+    fn waits_with_geometry(&self) -> bool {
+        self.choice.phase().geometry.is_some() && self.low_latency.is_some()
     }
 
     /// Whether nothing but this object's kernels waits on the device.
