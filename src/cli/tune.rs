@@ -105,6 +105,7 @@ struct Measured {
 }
 
 /// What one rank found: what is chosen now comes first. Dispatches alone go with pairs.
+#[derive(Clone)]
 struct Found {
     measured: Vec<Measured>,
     dispatch: Vec<f64>,
@@ -154,7 +155,7 @@ pub fn tune(arguments: &Arguments, output: &mut Output) -> Result<bool> {
                 let found = World::run(&backend, case.ranks, |world| search(&world, &case, &plan, &job, gate.clone()))?;
                 let found = all(found)?;
                 wrong.extend(found.iter().flat_map(|found| found.wrong.clone()));
-                let chosen = choose(&found, phase, arguments.margin)?;
+                let chosen = choose(&found, phase, arguments.margin, job.threads)?;
                 threads.entry(class).or_insert(chosen.launch.threads);
                 let config = &case.config;
                 let key = TableKey::new(phase, config, &config.plan(case.ranks)?, ranks_on_gpu, job.sms);
@@ -339,8 +340,9 @@ struct Chosen {
     num_tried: usize,
 }
 
-/// The smallest grid among the fastest, or what is chosen now when that is not slower by more than the margin.
-fn choose(found: &[Found], phase: TablePhase, margin: f64) -> Result<Chosen> {
+/// The smallest grid among the fastest, or what is chosen now when that is not slower by more than the margin. With `threads` it must have those: another row
+/// of its class has them, so others would not be used, what is chosen now among them.
+fn choose(found: &[Found], phase: TablePhase, margin: f64, threads: Option<u32>) -> Result<Chosen> {
     let slowest = |of: &dyn Fn(&Found) -> &Vec<f64>| -> Result<f64> {
         let num = found.iter().map(|found| of(found).len()).min().unwrap_or(0);
         let samples: Vec<f64> = (0..num).map(|i| found.iter().map(|found| of(found)[i]).fold(0.0, f64::max)).collect();
@@ -352,9 +354,11 @@ fn choose(found: &[Found], phase: TablePhase, margin: f64) -> Result<Chosen> {
         .map(|i| Ok((found[0].measured[i].launch, slowest(&|found| &found.measured[i].samples)? - dispatch)))
         .collect::<Result<_>>()?;
     let Some(&(before, before_seconds)) = times.first() else { return Err(invalid("geometries", 0, "at least one")) };
-    let best = times.iter().map(|(_, seconds)| *seconds).fold(f64::INFINITY, f64::min);
-    let is_kept = before_seconds <= best * (1.0 + margin / 100.0);
-    let smallest = times.iter().filter(|(_, seconds)| *seconds <= best * SAME).min_by_key(|(launch, _)| launch.blocks * launch.threads);
+    let is_usable = |launch: &Launch| threads.is_none_or(|threads| launch.threads == threads);
+    let usable: Vec<(Launch, f64)> = times.iter().filter(|(launch, _)| is_usable(launch)).copied().collect();
+    let best = usable.iter().map(|(_, seconds)| *seconds).fold(f64::INFINITY, f64::min);
+    let is_kept = is_usable(&before) && before_seconds <= best * (1.0 + margin / 100.0);
+    let smallest = usable.iter().filter(|(_, seconds)| *seconds <= best * SAME).min_by_key(|(launch, _)| launch.blocks * launch.threads);
     let (launch, seconds) = if is_kept { (before, before_seconds) } else { smallest.copied().unwrap_or((before, before_seconds)) };
     Ok(Chosen { launch, seconds, before, before_seconds, num_tried: num })
 }
@@ -420,9 +424,16 @@ mod tests {
             dispatch: vec![1.0; 3],
             wrong: Vec::new(),
         };
-        let chosen = |of: &[(u32, f64)], phase| choose(&[found(of), found(of)], phase, 2.0).unwrap();
+        let chosen = |of: &[(u32, f64)], phase| choose(&[found(of), found(of)], phase, 2.0, None).unwrap();
         assert_eq!(chosen(&[(64, 10.0), (32, 9.9)], TablePhase::Dispatch).launch.blocks, 64);
         assert_eq!(chosen(&[(64, 10.0), (32, 9.0), (16, 9.05)], TablePhase::Dispatch).launch.blocks, 16);
+        // Threads that another row of the class does not have are no choice, those of now neither.
+        let mut of = found(&[(64, 10.0), (32, 10.5), (16, 9.0)]);
+        of.measured[1].launch.threads = 128;
+        let chosen_of = |threads| choose(&[of.clone(), of.clone()], TablePhase::Dispatch, 2.0, threads).unwrap();
+        assert_eq!([None, Some(256), Some(128)].map(|threads| chosen_of(threads).launch.blocks), [16, 16, 32]);
+        assert!((chosen_of(Some(128)).seconds - 10.5).abs() < 1e-9 && chosen_of(Some(128)).before.blocks == 64);
+        assert_eq!(chosen_of(Some(512)).launch.blocks, 64, "nothing has them");
         // Of a combine what counts is beyond the dispatch.
         let combine = chosen(&[(64, 2.0), (32, 1.97)], TablePhase::Combine);
         assert_eq!(combine.launch.blocks, 32);

@@ -315,6 +315,17 @@ mod tests {
     }
 
     #[test]
+    fn every_row_that_is_shipped_is_used() {
+        for table in Table::shipped() {
+            for row in &table.rows {
+                assert_eq!(row.key.phase, TablePhase::Dispatch, "whose classes are those of tokens");
+                let (found, class) = (Measured::find(&table.gpu, &row.key), Class::of(row.tokens));
+                assert_eq!((found.threads(class), found.blocks(row.tokens, class)), (Some(row.threads), Some(row.blocks)), "{row:?}");
+            }
+        }
+    }
+
+    #[test]
     fn tables_are_text() {
         let table = table("x");
         let text = serde_json::to_string(&table).unwrap();
