@@ -313,9 +313,10 @@ fn permit(
     opens_when_alone: bool,
 ) -> Result<Permit> {
     // Where ranks share a device a kernel lets nothing start before its own waits are over (docs/ep-gpu.md): one grid waits at a time. With `early` the
-    // next one is there while the last block of `payload` waits.
+    // next one is there while the last block of `payload`, or `receive` behind it, waits.
     let waiting = kernels.waiting(device)?;
-    let lingers = waiting.iter().filter(|grid| grid.name == "payload" && tuning.early).max_by_key(|grid| grid.block.registers).copied();
+    let may_linger = |grid: &&Waiting| tuning.early && matches!(grid.name, "payload" | "receive");
+    let lingers = waiting.iter().filter(may_linger).max_by_key(|grid| grid.block.registers).copied();
     let with_payload = |grid: Waiting| [Some(grid), lingers].into_iter().flatten().collect();
     let demand = Demand { moments: waiting.into_iter().map(with_payload).collect(), lingers, opens_when_alone, other: Other::ANY };
     let permit = registry::register(OP, device, holder, ranks_here, demand)?;

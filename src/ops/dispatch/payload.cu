@@ -1,12 +1,12 @@
-// Computes   every row of this rank's tokens, with its record, into its slot at each destination; says that they are complete; waits until those for
-//            this rank are (oracle::dispatch; in the expert layouts: the row at the first of its slots, and a transit record).
+// Computes   every row of this rank's tokens, with its record, into its slot at each destination; without RECEIVE_FOLLOWS also says that they are complete and
+//            waits until those for this rank are (oracle::dispatch; in the expert layouts: the row at the first of its slots, and a transit record).
 // Layout     x rows of ROW_BYTES (before quantisation X_BYTES), x_stride bytes apart, 16-byte aligned; sent, records, places, rows, routing: as route.cu
 //            wrote them; every rank's bank: regions x [max_rows, ROW_BYTES], records [max_rows, RECORD_BYTES] or transit [arrivals, RECORD_BYTES],
 //            scales, at their offsets, the same on all ranks.
 // Work       a warp takes a part of a row: PARTS parts of each token, UNROLL vectors of 16 bytes a lane at a time; read once, written to each
 //            destination. Any grid: only one block waits, when every other one has its place.
 // Shared     what the block adds to done words, the flag of the one that waits; with BULK the barriers of the copies and, dynamic, the rows.
-// Sync       done: every block that had a row releases (4). Where all ranks are on one device, it counts itself in the done word of every peer (5); otherwise in this
+// Sync       done: with RECEIVE_FOLLOWS the end of the grid is all. Otherwise every block that had a row releases (4). Where all ranks are on one device, it counts itself in the done word of every peer (5); otherwise in this
 //            rank's memory, and the last one releases to the peers and stores the words. One thread per peer polls, acquiring (6). Pairs with the same lines of every peer.
 // Requires   slots below max_rows or the row is left out; route.cu of this epoch has ended (waited for): its acquire covers the credit. With QUANTIZE
 //            parts are whole blocks of 128 elements.
@@ -29,6 +29,8 @@ constexpr bool COPIES_RECORD = !BY_EXPERT && !LOCAL_IDS && SCALES != 1;
 // LOCAL_ROWS: only to measure; rows and records go to this rank's own memory.
 // BULK: 0, or rows that a warp keeps in shared memory at a time (dynamic: NUM_WARPS * BULK * ROW_BYTES), moved by the copy engine (sm_90 and later).
 static_assert(BULK == 0 || (PARTS == 1 && !QUANTIZE && BULK >= 2 && NUM_DESTINATIONS <= WARP), "The copy engine moves whole rows as they are.");
+// WITH_SIGNALS: false where receive.cu says that rows are complete (RECEIVE_FOLLOWS), or to measure. A block that waits for its stores to end keeps the next one
+// from its place (measured, H200, 4096 tokens with few warps a multiprocessor: 30 us of 750 at 8 ranks), so with many rows none does.
 static_assert(THREADS >= WORLD, "One thread signals to each peer.");
 static_assert(ROW_BYTES % 16 == 0, "Rows are copied in vectors of 16 bytes.");
 static_assert(!QUANTIZE || PARTS == 1 || PART_VECTORS % BLOCK_LANES == 0, "A block of 128 elements is quantised by one warp.");
@@ -135,6 +137,8 @@ KERNEL_UNROUNDED(THREADS) payload(PARAMETERS(PayloadParameters) p) {
     const u32 stride = blocks * NUM_WARPS;
     u32 item = (block_idx_x() * THREADS + thread) / WARP;
     wait_for_dependencies();
+    // It finds a place while the last blocks work, and waits for their end: by that the rows are complete.
+    if (RECEIVE_FOLLOWS) launch_dependents();
     // What does not depend on each other is asked for together.
     const u64 epoch = me.state->bank_epoch[me.bank];
     const u32 num_tokens = p.routing->num_tokens;

@@ -4,6 +4,7 @@ use super::params::{
     ArrangeParameters, CallParameters, IndexParameters, LowLatencyParameters, PayloadParameters, ReceiveParameters, ReportParameters,
     RouteParameters,
 };
+use super::spec::Done;
 use crate::ep::device::context::Ctx;
 use crate::ep::device::shape::Loaded;
 use crate::ep::device::tuning::{Class, Tokens};
@@ -297,17 +298,33 @@ fn payload(ctx: &Ctx, call: &ReplayCall, waits: bool) -> Result<()> {
         max_tokens: ctx.max_tokens,
         x_rows,
         waits: waits.into(),
-        // What comes next is not known here, and might fill a device that is shared, as `arrange` would.
-        triggers: (ctx.ranks_on_device == 1 && kernels.is_alone() || kernels.choice.tuning.early && !ctx.is_by_expert).into(),
+        triggers: triggers(ctx),
         spare: 0,
         me: *ctx.me(call.bank),
     };
-    queue(ctx, &kernels.payload[class as usize], kernels.choice.payload_blocks(call.tokens, class), &parameters)
+    queue(ctx, &kernels.payload[class as usize], kernels.choice.payload_blocks(call.tokens, class), &parameters)?;
+    match kernels.choice.done(class) {
+        Done::After => queue_receive(ctx, kept.counts, call.bank, [true, waits]),
+        Done::Within | Done::Never => Ok(()),
+    }
+}
+
+/// Whether what is launched programmatically behind a dispatch may start before the rows of the peers are here. What comes next is not known here, and might fill a
+/// device that is shared, as `arrange` would.
+fn triggers(ctx: &Ctx) -> u32 {
+    let kernels = &ctx.kernels.dispatch;
+    (ctx.ranks_on_device == 1 && kernels.is_alone() || kernels.choice.tuning.early && !ctx.is_by_expert).into()
 }
 
 fn receive(ctx: &Ctx, call: &ReceiveCall) -> Result<()> {
-    let counts = call.routing + ctx.layout.routing.counts as u64;
-    queue(ctx, &ctx.kernels.dispatch.receive, 1, &ReceiveParameters { counts, me: *ctx.me(call.bank) })
+    queue_receive(ctx, call.routing + ctx.layout.routing.counts as u64, call.bank, [false, true])
+}
+
+fn queue_receive(ctx: &Ctx, counts: u64, bank: u32, [posts, waits]: [bool; 2]) -> Result<()> {
+    // Of a receiving half alone nothing was said so far of what may follow.
+    let triggers = if posts { triggers(ctx) } else { 0 };
+    let parameters = ReceiveParameters { counts, posts: posts.into(), waits: waits.into(), triggers, spare: 0, me: *ctx.me(bank) };
+    queue(ctx, &ctx.kernels.dispatch.receive, 1, &parameters)
 }
 
 /// Expert layouts only.

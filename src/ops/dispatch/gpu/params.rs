@@ -92,6 +92,10 @@ pub(super) struct PayloadParameters {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Pod, Zeroable)]
 pub(super) struct ReceiveParameters {
     pub counts: u64,
+    pub posts: u32,
+    pub waits: u32,
+    pub triggers: u32,
+    pub spare: u32,
     pub me: RankParameters,
 }
 
@@ -156,7 +160,7 @@ const _: () = {
     assert!(offset_of!(RouteParameters, me) == 176);
     assert!(offset_of!(LowLatencyParameters, me) == 192);
     assert!(offset_of!(PayloadParameters, me) == 136);
-    assert!(offset_of!(ReceiveParameters, me) == 8);
+    assert!(offset_of!(ReceiveParameters, me) == 24);
     assert!(offset_of!(ArrangeParameters, me) == 112);
     assert!(offset_of!(IndexParameters, me) == 64);
     assert!(offset_of!(ReportParameters, me) == 72);
@@ -187,7 +191,7 @@ mod tests {
         same!("route.cu", RouteParameters, ["x_row_bytes", "warm_rows"]);
         same!("low_latency.cu", LowLatencyParameters, ["copies", "x_rows"]);
         same!("payload.cu", PayloadParameters, ["max_rows", "max_tokens", "x_rows", "waits", "triggers", "spare"]);
-        same!("receive.cu", ReceiveParameters, []);
+        same!("receive.cu", ReceiveParameters, ["posts", "waits", "triggers", "spare"]);
         same!("arrange.cu", ArrangeParameters, ["segment_align", "rows_per_expert"]);
         same!("index.cu", IndexParameters, ["align", "spare"]);
     }

@@ -30,7 +30,7 @@ pub(crate) struct Spec {
 pub(crate) enum Kind {
     Route { small: bool, replay: bool, index: IndexType },
     LowLatency { small: bool, index: IndexType, row_bytes: u32, parts: u16, staged_rows: u16 },
-    Payload { row: Row, split: Split, stream: bool, measure: Measure },
+    Payload { row: Row, split: Split, stream: bool, done: Done, measure: Measure },
     Receive,
     Arrange { replay: bool, row: Row, split: Split },
     Index { most_local: u32, record_bytes: u32 },
@@ -54,6 +54,17 @@ impl Kind {
             Kind::Report { .. } => Uses::NOTHING,
         }
     }
+}
+
+/// Who says that the rows of a rank are complete.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub(crate) enum Done {
+    /// Blocks of `payload`, one of which waits for the peers.
+    Within,
+    /// `receive`, which follows `payload` and waits.
+    After,
+    /// Nobody: to measure.
+    Never,
 }
 
 /// A row on its way and as it arrives.
@@ -164,7 +175,7 @@ impl crate::gpu::Spec for Spec {
                 ]);
                 ("low_latency", LOW_LATENCY, format!("{row_bytes} bytes, {parts} parts, {}{}", index.name(), small_text(small)), 168)
             }
-            Kind::Payload { row, split, stream, measure } => {
+            Kind::Payload { row, split, stream, done, measure } => {
                 let in_transit = shape.is_by_expert();
                 let scales = if in_transit && row.scales != Scales::Absent { Scales::InRecord } else { row.scales };
                 constants.extend([
@@ -181,12 +192,14 @@ impl crate::gpu::Spec for Spec {
                     Constant::Bool("STREAM", stream),
                     Constant::Bool("WITH_ROWS", !measure.skip_payload),
                     Constant::Bool("WITH_RECORDS", !measure.skip_payload),
-                    Constant::Bool("WITH_SIGNALS", !measure.skip_signals),
+                    Constant::Bool("WITH_SIGNALS", done == Done::Within),
+                    Constant::Bool("RECEIVE_FOLLOWS", done == Done::After),
                     Constant::Bool("LOCAL_ROWS", measure.local),
                 ]);
                 let stream_text = if stream { ", streaming" } else { "" };
+                let done_text = if done == Done::After { ", without done words" } else { "" };
                 let measure_text = if measure.is_on() { format!(", {measure:?}") } else { String::new() };
-                ("payload", PAYLOAD, format!("{}, {split}{stream_text}{measure_text}", row.text()), 255)
+                ("payload", PAYLOAD, format!("{}, {split}{stream_text}{done_text}{measure_text}", row.text()), 255)
             }
             Kind::Receive => ("receive", RECEIVE, String::new(), 40),
             Kind::Arrange { replay, row, split } => {
@@ -320,7 +333,7 @@ mod tests {
         let row = Row::new(&config, &config.plan(2).unwrap());
         assert_eq!((row.num_vectors(), row.x_vectors(), row.scale_bytes, row.scales, row.align(false)), (16, 4, 2, Scales::InRecord, 8));
         let split = Split { parts: 2, unroll: 1 };
-        let kind = Kind::Payload { row, split, stream: true, measure: Measure { local: true, ..Measure::default() } };
+        let kind = Kind::Payload { row, split, stream: true, done: Done::After, measure: Measure { local: true, ..Measure::default() } };
         let shape = Shape::new(&config, &config.plan(2).unwrap());
         let text = Spec { shape, threads: 256, kind }.program().text();
         for line in [
@@ -330,6 +343,8 @@ mod tests {
             "constexpr long long SCALES = 1;",
             "constexpr long long SCALE_BYTES = 2;",
             "constexpr long long RECORD_BYTES = 32;",
+            "constexpr bool WITH_SIGNALS = false;",
+            "constexpr bool RECEIVE_FOLLOWS = true;",
             "constexpr bool LOCAL_ROWS = true;",
         ] {
             assert!(text.contains(line), "{line}");

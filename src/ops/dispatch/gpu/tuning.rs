@@ -11,7 +11,7 @@ use super::launch::IndexType;
 use super::params::{
     ArrangeParameters, IndexParameters, LowLatencyParameters, PayloadParameters, ReceiveParameters, ReportParameters, RouteParameters,
 };
-use super::spec::{KERNELS, Kind, Row, Spec};
+use super::spec::{Done, KERNELS, Kind, Row, Spec};
 use crate::ep::device::memory::{DeviceLayout, MAX_ROUTE_BLOCKS, STATIC_SMEM_BYTES};
 use crate::ep::device::registry::{Settled, Waiting};
 use crate::ep::device::shape::{self, Shape};
@@ -42,8 +42,14 @@ const LOW_LATENCY_TILE: u32 = 64;
 const SMALL_WORLD: u32 = 4;
 /// Most blocks of `payload` and `arrange` (measured up to here: more blocks cost more than they bring).
 const MOST_BLOCKS: u32 = 1024;
-/// The same of `payload` when many rows are moved in parts (measured up to half of it: at 16384 tokens and 4 ranks 1107 us with 8192 blocks, 1140 with 2048).
-const MOST_SMALL_BLOCKS: u32 = 16384;
+/// The same of `payload` when there are many rows, whose blocks have a warp for each part and end (measured up to here: at 16384 tokens and 2 ranks 361.2 us with 57344
+/// blocks, 365.0 with 16384).
+const MOST_SMALL_BLOCKS: u32 = 65536;
+/// Bytes of a part of a row, as it travels, when there are many: two vectors of a lane (measured at 4096 tokens, parts of 512 bytes, 1 KiB, 2 KiB: 105.1, 91.7 and 92.4 us
+/// at 2 ranks, -, 273.0 and 276.2 at 4, 766.4, 752.8 and 760.7 at 8; of 512 bytes and 1 KiB in e4m3 77.6 and 62.1, 216.0 and 191.9, 591.0 and 542.3).
+const PART_BYTES: u32 = 1024;
+/// Threads of a block then (measured with 8 ranks: 754.6 us, 760.3 with 256, 757.1 with 320, 756.6 with 448).
+const PART_THREADS: u32 = 128;
 
 /// What decides the launches of an object's dispatches, beside the number of tokens.
 #[derive(Debug, Clone, Copy)]
@@ -176,11 +182,11 @@ impl Choice {
         }
         let class = self.reachable(class);
         let chosen = match class {
-            Class::Many if self.many_parts() == 7 => 192,
-            Class::Some if !self.is_small_world() => 512,
             // Few blocks are to do it all.
             _ if self.phase().sms.is_some() => 512,
-            _ => 256,
+            Class::Some if !self.is_small_world() => 512,
+            Class::Few | Class::Some => 256,
+            Class::Many => PART_THREADS,
         };
         let threads = self.threads(class, chosen);
         let parts = match class {
@@ -192,21 +198,23 @@ impl Choice {
         Mapping { threads, split: self.split(parts, threads, 28), stream }
     }
 
-    /// Parts of a row when there are many. Of ranks that share a device each waits for the last block of all: smaller ones end closer together (measured at
-    /// 4096 tokens, rows whole, in quarters of 128 threads a block, in sevenths of 192, in fourteenths: 292, 280.3, 279.5 and 282.5 us at 4 ranks; 773 to 777, 773,
-    /// 773 and 767 at 8; 96.9, 99.6, 97.3 and 105 at 2, where the larger grids cost more than that brings).
+    /// Parts of a row when there are many.
     fn many_parts(&self) -> u32 {
-        match self.ranks_on_device {
-            _ if self.phase().sms.is_some() => 1,
-            0..=2 => 1,
-            3..=SMALL_WORLD => 7,
-            _ => 14,
+        if self.phase().sms.is_some() { 1 } else { self.row.row_bytes / PART_BYTES }
+    }
+
+    /// Who says that the rows of a call are complete: with few a launch more costs more than blocks that wait for their stores do.
+    pub fn done(&self, class: Class) -> Done {
+        match self.reachable(class) {
+            _ if self.tuning.measure.skip_signals => Done::Never,
+            Class::Few | Class::Some => Done::Within,
+            Class::Many => Done::After,
         }
     }
 
     pub fn payload(&self, class: Class) -> Spec {
         let Mapping { threads, split, stream } = self.payload_mapping(class);
-        self.spec(threads, Kind::Payload { row: self.row, split, stream, measure: self.tuning.measure })
+        self.spec(threads, Kind::Payload { row: self.row, split, stream, done: self.done(class), measure: self.tuning.measure })
     }
 
     /// At most `most` vectors of a lane, and as many as registers hold: derived from what the kernels need beside them.
@@ -285,15 +293,8 @@ impl Choice {
     pub fn payload_blocks(&self, tokens: Tokens, class: Class) -> u32 {
         let Mapping { threads, split, .. } = self.payload_mapping(class);
         let blocks = blocks_for(u64::from(tokens.likely) * u64::from(split.parts), threads);
-        // With all of the memory busy a grid of more blocks than rows is faster: those without a row end at once and let the ranks' blocks fall out of step
-        // (measured at 2 ranks and 4096 tokens: 98.3 us with 1024 blocks, 100.5 with 768, 102 with 512).
-        let chosen = match class {
-            Class::Few | Class::Some => blocks,
-            Class::Many if self.many_parts() > 1 => blocks,
-            Class::Many => blocks.saturating_mul(2),
-        };
-        let most = if self.many_parts() > 1 && class == Class::Many { MOST_SMALL_BLOCKS } else { MOST_BLOCKS };
-        self.blocks(tokens, self.reachable(class), chosen, most)
+        let most = if class == Class::Many && self.phase().sms.is_none() { MOST_SMALL_BLOCKS } else { MOST_BLOCKS };
+        self.blocks(tokens, self.reachable(class), blocks, most)
     }
 
     pub fn arrange_blocks(&self, tokens: Tokens, class: Class) -> u32 {
@@ -380,7 +381,8 @@ impl Loaded {
             let measured = measured.min(kernel.most_blocks).min(self.most_waiting());
             all.push(kernel.waiting(device, "low_latency", self.low_latency_blocks(many, kernel).max(measured), is_fixed)?);
         }
-        for kernel in &self.payload {
+        let says_itself = |class: &Class| choice.done(*class) == Done::Within;
+        for kernel in Class::ALL.iter().filter(|class| says_itself(class)).map(|class| &self.payload[*class as usize]) {
             all.push(kernel.waiting(device, "payload", 1, is_fixed)?);
         }
         all.push(self.receive.waiting(device, "receive", 1, is_fixed)?);
@@ -416,7 +418,7 @@ impl Loaded {
         }
     }
 
-    /// Whether the caller's blocks wait for peers: those of `payload` do not, but for one, and `route` has its own.
+    /// Whether the caller's blocks wait for peers: those of `payload` do not, but for one at most, and `route` has its own.
     fn waits_with_geometry(&self) -> bool {
         self.choice.phase().geometry.is_some() && self.low_latency.is_some()
     }
@@ -507,9 +509,16 @@ mod tests {
     #[test]
     fn what_was_measured_best() {
         let (two, eight) = (choice(&base(), 2, Tuning::default()), choice(&base(), 8, Tuning::default()));
-        assert_eq!([1, 128, 4096].map(|t| payload(&two, t)), [(2, 256, 14, 2), (64, 256, 4, 7), (1024, 256, 1, 28)]);
-        assert_eq!([1, 128, 4096].map(|t| payload(&eight, t)), [(2, 256, 14, 2), (32, 512, 4, 7), (7168, 256, 14, 2)]);
-        assert_eq!(payload(&choice(&base(), 4, Tuning::default()), 4096), (4779, 192, 7, 4));
+        assert_eq!([1, 128, 4096].map(|t| payload(&two, t)), [(2, 256, 14, 2), (64, 256, 4, 7), (14336, 128, 14, 2)]);
+        assert_eq!([1, 128, 4096].map(|t| payload(&eight, t)), [(2, 256, 14, 2), (32, 512, 4, 7), (14336, 128, 14, 2)]);
+        let e4m3 = Config::new(7168, DType::E4M3, 256, 8, 4096);
+        assert_eq!(payload(&choice(&e4m3, 4, Tuning::default()), 4096), (7168, 128, 7, 2));
+        let done = |c: &Choice| Class::ALL.map(|class| c.done(class));
+        assert_eq!(done(&two), [Done::Within, Done::Within, Done::After]);
+        // Calls of few tokens alone have no kernel for many.
+        assert_eq!(done(&choice(&Config { max_tokens: 512, ..base() }, 2, Tuning::default())), [Done::Within; 3]);
+        let alone = Tuning { measure: Measure { skip_signals: true, ..Measure::default() }, ..Tuning::default() };
+        assert_eq!(done(&choice(&base(), 2, alone)), [Done::Never; 3]);
         let streams = |c: &Choice| Class::ALL.map(|class| c.payload_mapping(class).stream);
         assert_eq!((streams(&two), streams(&eight)), ([false, false, true], [false, true, true]));
         let route = |t| two.route_blocks(Tokens::exactly(t));
@@ -535,7 +544,7 @@ mod tests {
             let choice = Choice { measured: Measured::find(&gpu, &key), ..choice(&config, world, Tuning::default()) };
             [4096, 16384].map(|tokens| payload(&choice, tokens).0)
         };
-        assert_eq!((of(2, 600), of(4, 1639), of(8, 7168)), ([600, 1024], [1639, 6556], [7168, 16384]));
+        assert_eq!((of(2, 600), of(4, 1639), of(8, 28000)), ([600, 2400], [1639, 6556], [28000, 65536]));
     }
 
     #[test]
