@@ -24,6 +24,7 @@ constexpr u32 X_VECTORS = QUANTIZE ? sizeof(Element) : 1; // vectors of x that m
 constexpr u32 NUM_SCALE_BYTES = SCALES && !QUANTIZE ? SCALE_BYTES : 1; // of the caller
 constexpr u32 SCALE_WORDS = (NUM_SCALE_BYTES + 3) / 4;
 constexpr u32 RECORD_WORDS = BY_EXPERT ? 2 + 3 * K : 2 + 2 * K; // before the scales
+constexpr u32 WORDS = RECORD_WORDS + (SCALES == 1 && !QUANTIZE ? SCALE_WORDS : 0); // with those of the caller
 // The record is copied as it is kept: nothing in it depends on the destination, and no scales share its last vector.
 constexpr bool COPIES_RECORD = !BY_EXPERT && !LOCAL_IDS && SCALES != 1;
 // LOCAL_ROWS: only to measure; rows and records go to this rank's own memory.
@@ -105,6 +106,32 @@ constexpr u32 RECORD_STEPS = (NUM_DESTINATIONS * ROUTE_VECTORS + WARP - 1) / WAR
 DEVICE void load_record(Vec16 (&v)[RECORD_STEPS], const PayloadParameters& p, u32 token, u32 lane) {
 #pragma unroll
     for (u32 i = 0; i < RECORD_STEPS; i++) v[i] = load16(p.records + (u64)token * ROUTE_BYTES + 16 * ((i * WARP + lane) % ROUTE_VECTORS));
+}
+
+// Word g of the caller's scales, which may have any alignment; what is beyond them is 0.
+DEVICE u32 scale_word(const char* scales, u32 g) {
+    if (NUM_SCALE_BYTES % 4 == 0 && (u64)scales % 4 == 0) return ((const u32*)scales)[g];
+    u32 word = 0;
+    for (u32 i = 0; i < 4 && 4 * g + i < NUM_SCALE_BYTES; i++) word |= (u32)(u8)scales[4 * g + i] << 8 * i;
+    return word;
+}
+
+// A lane for each word of a record that is put together, some at a time: as many as the usual scales need, and at most 4 (arbitrary).
+constexpr u32 WORD_STEPS = WORDS < 4 * WARP ? (WORDS + WARP - 1) / WARP : 4;
+
+DEVICE void load_words(u32 (&words)[WORD_STEPS], const PayloadParameters& p, u32 token, u32 first, u32 lane) {
+    const u32* record = (const u32*)(p.records + (u64)token * ROUTE_BYTES);
+#pragma unroll
+    for (u32 i = 0; i < WORD_STEPS; i++) {
+        const u32 w = first + i * WARP + lane;
+        if (w < 2 + 2 * K) {
+            words[i] = record[w];
+        } else if (w < RECORD_WORDS) {
+            words[i] = p.rows[(u64)token * K + (w - 2 - 2 * K)];
+        } else if (w < WORDS) {
+            words[i] = scale_word(p.scales + token * p.scale_stride, w - RECORD_WORDS);
+        }
+    }
 }
 
 // The vectors that travel take the first places of `raw`.
@@ -200,6 +227,9 @@ KERNEL_UNROUNDED(THREADS) payload(PARAMETERS(PayloadParameters) p) {
         const u64 record_at = memory + p.record_region + (u64)arrival * RECORD_BYTES;
         const u32 kept = (u32)lanes_where(slot != NONE);                       // destinations that get a row
         const u32 told = BY_EXPERT ? (u32)lanes_where(arrival != NONE) : kept; // and a record
+        const bool has_record = WITH_RECORDS && part == 0;
+        u32 record_words[WORD_STEPS];
+        if (!COPIES_RECORD && has_record) load_words(record_words, p, token, 0, lane);
         if (WITH_ROWS && BULK) {
             const u32 stage = round % (BULK ? BULK : 1);
             barrier_wait(loaded + stage, round / (BULK ? BULK : 1) % 2);
@@ -260,7 +290,6 @@ KERNEL_UNROUNDED(THREADS) payload(PARAMETERS(PayloadParameters) p) {
                 load_step(piece, from, at, end);
             }
         }
-        const bool has_record = WITH_RECORDS && part == 0;
         if constexpr (COPIES_RECORD) {
             if (has_record) {
 #pragma unroll
@@ -271,39 +300,38 @@ KERNEL_UNROUNDED(THREADS) payload(PARAMETERS(PayloadParameters) p) {
                 }
             }
         } else {
-            for (u32 rest = has_record ? told : 0; rest != 0; rest &= rest - 1) {
-                const u32 d = lowest_bit(rest);
-                u32* to = (u32*)from_lane64(record_at, d);
-                const u32 to_rank = from_lane(rank, d);
-                for (u32 w = lane; w < RECORD_WORDS; w += WARP) {
-                    u32 word = w < 2 + 2 * K ? ((const u32*)record)[w] : p.rows[(u64)token * K + (w - 2 - 2 * K < K ? w - 2 - 2 * K : 0)];
-                    const bool is_id = w >= 2 && w < 2 + K, is_weight = w >= 2 + K && w < 2 + 2 * K;
-                    if ((BY_EXPERT && is_id) || (!BY_EXPERT && LOCAL_IDS && (is_id || is_weight))) {
-                        const i32 id = ((const i32*)record)[is_id ? w : w - K];
-                        const bool is_there = id >= 0 && owner_of(me, (u32)id) == to_rank;
-                        if (is_id) word = !is_there ? NONE : BY_EXPERT ? (u32)id : local_of(me, (u32)id);
-                        if (is_weight && !is_there) word = 0;
+            for (u32 first = 0; has_record;) {
+                for (u32 rest = told; rest != 0; rest &= rest - 1) {
+                    const u32 d = lowest_bit(rest);
+                    u32* to = (u32*)from_lane64(record_at, d);
+                    const u32 to_rank = from_lane(rank, d);
+#pragma unroll
+                    for (u32 i = 0; i < WORD_STEPS; i++) {
+                        const u32 w = first + i * WARP + lane;
+                        if (w >= WORDS) continue;
+                        u32 word = record_words[i];
+                        const bool is_id = w >= 2 && w < 2 + K, is_weight = w >= 2 + K && w < 2 + 2 * K;
+                        if ((BY_EXPERT && is_id) || (!BY_EXPERT && LOCAL_IDS && (is_id || is_weight))) {
+                            const i32 id = ((const i32*)record)[is_id ? w : w - K];
+                            const bool is_there = id >= 0 && owner_of(me, (u32)id) == to_rank;
+                            if (is_id) word = !is_there ? NONE : BY_EXPERT ? (u32)id : local_of(me, (u32)id);
+                            if (is_weight && !is_there) word = 0;
+                        }
+                        to[w] = word;
                     }
-                    to[w] = word;
                 }
+                first += WORD_STEPS * WARP;
+                if (first >= WORDS) break;
+                load_words(record_words, p, token, first, lane);
             }
         }
-        if constexpr (QUANTIZE == 0 && SCALES != 0) {
-            // The caller's bytes, which have no alignment.
-            const u8* scales = (const u8*)p.scales + token * p.scale_stride;
-            for (u32 rest = !has_record ? 0 : SCALES == 1 || BY_EXPERT ? told : kept; rest != 0; rest &= rest - 1) {
-                const u32 d = lowest_bit(rest);
-                if (SCALES == 1 || BY_EXPERT) {
-                    u8* to = (u8*)from_lane64(record_at, d) + 4 * RECORD_WORDS;
-                    for (u32 i = lane; i < NUM_SCALE_BYTES; i += WARP) to[i] = scales[i];
-                } else {
-                    const u32 d_slot = from_lane(slot, d);
+        if constexpr (QUANTIZE == 0 && SCALES == 2) {
+            for (u32 g = lane; has_record && g < (SCALE_WORDS + WARP - 1) / WARP * WARP; g += WARP) {
+                const u32 word = g < SCALE_WORDS ? scale_word(p.scales + token * p.scale_stride, g) : 0;
+                for (u32 rest = kept; rest != 0; rest &= rest - 1) {
+                    const u32 d = lowest_bit(rest), d_slot = from_lane(slot, d);
                     u32* column = (u32*)(from_lane64(memory, d) + p.scale_region) + d_slot;
-                    for (u32 g = lane; g < SCALE_WORDS; g += WARP) {
-                        u32 word = 0;
-                        for (u32 i = 0; i < 4 && 4 * g + i < NUM_SCALE_BYTES; i++) word |= (u32)scales[4 * g + i] << 8 * i;
-                        column[g * p.scale_rows] = word;
-                    }
+                    if (g < SCALE_WORDS) column[g * p.scale_rows] = word;
                 }
             }
         }

@@ -581,12 +581,12 @@ mod tests {
     fn what_the_caller_sets_wins() {
         let of = |geometry, sms| Tuning { dispatch: PhaseTuning { geometry, sms }, ..Tuning::default() };
         let set = choice(&base(), 2, of(Some((48, 512)), None));
-        assert_eq!([1, 128, 4096].map(|t| payload(&set, t)), [(48, 512, 14, 2), (48, 512, 4, 7), (48, 512, 1, 14)]);
+        assert_eq!([1, 128, 4096].map(|t| payload(&set, t)), [(48, 512, 14, 2), (48, 512, 4, 7), (48, 512, 14, 2)]);
         let limited = choice(&base(), 2, of(None, Some(8)));
         assert_eq!([1, 128, 4096].map(|t| payload(&limited, t)), [(1, 512, 14, 2), (8, 512, 4, 7), (8, 512, 1, 14)]);
         assert_eq!(limited.route_blocks(Tokens::exactly(4096)), 8);
         // Registers of a large block.
-        assert_eq!(payload(&choice(&base(), 2, of(Some((1, 1024)), None)), 4096), (1, 1024, 1, 2));
+        assert_eq!(payload(&choice(&base(), 2, of(Some((1, 1024)), None)), 4096), (1, 1024, 14, 2));
         let measure = Measure { skip_payload: true, ..Measure::default() };
         let low_latency = Config { mode: Mode::LowLatency, expected_tokens: 1, ..base() };
         assert_eq!(choice(&low_latency, 2, Tuning { measure, ..Tuning::default() }).staged_rows, 0);
