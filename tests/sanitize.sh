@@ -17,6 +17,7 @@ filters=("$@")
     "cast given scale, list, bf16 to e5m2fnuz" "cast given scale, grouped, f32 to bf16" "cast current scale, f16 to e5m2fnuz"
     "cast 1x128 scales, deepgemm power of two false, ColumnMajor of f32, bf16 to e5m2, grouped" "cast 1x32 scales, mx, RowMajor of e8m0, f16 to e5m2fnuz, grouped"
     "dispatch under a sanitizer, by token" "dispatch under a sanitizer, low latency" "dispatch under a sanitizer, by expert, quantised"
+    "dispatch under a sanitizer, many tokens"
     "combine under a sanitizer, by token" "combine under a sanitizer, by expert, scaled" "combine under a sanitizer, by expert, at source"
 )
 # Ranks wait for each other longer than without a tool, and not for a kernel that is loaded. A GPU has so many queues for all processes: with 32 each the

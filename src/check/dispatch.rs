@@ -300,7 +300,7 @@ fn large_scripts() -> Vec<Script> {
 }
 
 /// Forms of dispatch that tools look at which make kernels slow.
-const SANITIZED: [&str; 3] = ["by token", "low latency", "by expert, quantised"];
+const SANITIZED: [&str; 4] = ["by token", "low latency", "by expert, quantised", "many tokens"];
 
 /// All of them, between processes.
 pub(super) fn sanitizer_scripts() -> Vec<Script> {
@@ -315,6 +315,10 @@ fn sanitizer_script(form: &str) -> Script {
     match form {
         "by token" => of(Layout::ByToken, None, 0),
         "low latency" => low_latency(of(Layout::ByToken, None, 2)),
+        "many tokens" => {
+            let traffic = Traffic { tokens: vec![515, 513], ..traffic };
+            dispatch_script(&name, Config { scale_bytes: 12, ..traffic.config(144, DType::E4M3, Layout::ByToken) }, &traffic, 3)
+        }
         _ => of(LAYOUTS[2], Some(Quantize::F32), 1),
     }
 }

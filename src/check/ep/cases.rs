@@ -94,7 +94,7 @@ pub fn traffics() -> Vec<Traffic> {
 
 /// Tokens, rows and arrivals for several units of parallel work (32 of each) on every rank.
 pub fn many_tokens() -> Traffic {
-    Traffic::new(&[70, 100], 6, 16, Ids::Distinct)
+    Traffic::new(&[515, 640], 6, 16, Ids::Distinct)
 }
 
 /// A batch of `traffic`; its form follows from `index`.
