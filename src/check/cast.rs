@@ -134,6 +134,12 @@ fn grouped(backend: &Backend, from: DType, to: DType, scaling: Scaling, scale_dt
         let (row, column) = (i % 3 != 1, i % 3 != 2);
         num_cases += Case { pad_rows: [1, 16, 32, 128][i % 4], gap: i % 2, reset_amax: i % 2 == 1, row, column, ..case }.run(&variants)?;
     }
+    // Rows in eights, so that lower tiles are whole patches of a GPU too, and two tiles beside each other and a patch.
+    for (i, (row, column)) in [(true, true), (true, false), (false, true)].into_iter().enumerate() {
+        let shapes = [8, 136, 0, 56].map(|rows| [rows, 264]).to_vec();
+        num_cases += Case { is_grouped: true, scale_dtype, seed: i as u64 + 9, row, column, ..Case::new(from, to, shapes, scaling) }
+            .run(&variants)?;
+    }
     Ok(num_cases)
 }
 
