@@ -92,7 +92,7 @@ pub fn traffics() -> Vec<Traffic> {
     ]
 }
 
-/// Tokens, rows and arrivals for several units of parallel work (32 of each) on every rank.
+/// Tokens, rows and arrivals for several units of parallel work (32 of each) on every rank, and for the kernels of many tokens on GPUs.
 pub fn many_tokens() -> Traffic {
     Traffic::new(&[515, 640], 6, 16, Ids::Distinct)
 }

@@ -35,6 +35,8 @@ static_assert(BULK == 0 || (PARTS == 1 && !QUANTIZE && BULK >= 2 && NUM_DESTINAT
 static_assert(THREADS >= WORLD, "One thread signals to each peer.");
 static_assert(ROW_BYTES % 16 == 0, "Rows are copied in vectors of 16 bytes.");
 static_assert(!QUANTIZE || PARTS == 1 || PART_VECTORS % BLOCK_LANES == 0, "A block of 128 elements is quantised by one warp.");
+constexpr u32 WARP_BLOCKS = WARP / BLOCK_LANES; // blocks of 128 elements that a warp holds at a time
+static_assert(!QUANTIZE || UNROLL <= BLOCK_LANES, "A warp has a lane for each block of a step.");
 static_assert(QUANTIZE != 2 || SCALES != 2 || PARTS == 1 || PART_VECTORS % (4 * BLOCK_LANES) == 0, "The four scales of a word are made by one warp.");
 
 struct PayloadParameters {
@@ -245,6 +247,16 @@ KERNEL_UNROUNDED(THREADS) payload(PARAMETERS(PayloadParameters) p) {
         if (WITH_ROWS && !BULK) {
             for (u32 at = begin + lane;;) {
                 quantize_piece(piece);
+                // Scales of the step's blocks, which lie one behind the other: a lane for each.
+                const u32 block = (at - lane) / BLOCK_LANES + lane;
+                u32 block_scale = 0;
+                if constexpr (QUANTIZE != 0 && SCALES == 1) {
+#pragma unroll
+                    for (u32 u = 0; u < UNROLL; u++) {
+                        const u32 scale = from_lane(piece.scale[u], lane % WARP_BLOCKS * BLOCK_LANES);
+                        if (lane / WARP_BLOCKS == u) block_scale = scale;
+                    }
+                }
                 for (u32 rest = BY_EXPERT != 0 && QUANTIZE != 0 ? told : kept; rest != 0; rest &= rest - 1) {
                     const u32 d = lowest_bit(rest);
                     char* to = (char*)from_lane64(row_at, d);
@@ -256,14 +268,11 @@ KERNEL_UNROUNDED(THREADS) payload(PARAMETERS(PayloadParameters) p) {
                     }
                     if constexpr (QUANTIZE != 0 && SCALES == 1) {
                         char* scales = (char*)from_lane64(record_at, d) + 4 * RECORD_WORDS;
-#pragma unroll
-                        for (u32 u = 0; u < UNROLL; u++) {
-                            const u32 block = (at + u * WARP) / BLOCK_LANES;
-                            if (lane % BLOCK_LANES != 0 || at + u * WARP >= end) continue;
+                        if (lane < UNROLL * WARP_BLOCKS && block * BLOCK_LANES < end) {
                             if (QUANTIZE == 1) {
-                                ((u32*)scales)[block] = piece.scale[u];
+                                ((u32*)scales)[block] = block_scale;
                             } else {
-                                ((u8*)scales)[block] = (u8)piece.scale[u];
+                                ((u8*)scales)[block] = (u8)block_scale;
                             }
                         }
                     }
