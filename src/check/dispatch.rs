@@ -350,6 +350,8 @@ fn properties(backend: &Backend, layout: Layout) -> Result<usize, Failed> {
             let x = matrix(DType::F32, config.hidden, &own.x);
             let topk_idx = matrix(DType::I64, config.k, bytemuck::cast_slice(&own.topk_idx));
             let input = Input { x: x.view()?, topk_idx: topk_idx.view()?, topk_weights: None, scales: None, num_tokens: NumTokens::All };
+            // As in a script: nobody allocates while another rank's kernels may wait, nor frees (below).
+            world.barrier()?;
             let arrival = ep.dispatch(&mut routing, &input, Outputs::default())?;
             let arrived = arrival.on_host()?;
             let rows = (0..arrived.num_rows()).filter(|&slot| {
@@ -361,7 +363,6 @@ fn properties(backend: &Backend, layout: Layout) -> Result<usize, Failed> {
                 m.source.map(|(rank, token)| (rank.index(), token.index(), m.topk_idx.to_vec()))
             });
             let received: Received = (rows.collect(), arrived.num_rows_per_expert().to_vec());
-            // As in a script: nobody frees memory while another rank's kernels may wait.
             world.barrier()?;
             Ok(received)
         })?;

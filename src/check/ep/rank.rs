@@ -95,6 +95,8 @@ pub(super) fn run_rank(prepared: &Prepared, world: &World, tuning: Tuning) -> Re
         out: Vec::new(),
         hasher: DefaultHasher::new(),
     };
+    // Where ranks share a GPU, nobody allocates while another's kernels may wait.
+    world.barrier()?;
     let mut faults = Vec::new();
     for (s, step) in script.steps.iter().enumerate() {
         // One step in four, for longer than the other ranks need for several (arbitrary).

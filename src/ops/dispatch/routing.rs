@@ -97,7 +97,8 @@ pub(crate) struct ReceivedRows {
 }
 
 impl Routing {
-    /// Memory for any call of an object with this configuration. On a GPU it is device memory; dropping the routing waits for the object's stream.
+    /// Memory for any call of an object with this configuration. On a GPU it is device memory; dropping the routing waits for the object's stream. Ranks that share
+    /// a GPU make theirs, and other memory, before any of them calls: the driver may give it only when kernels end, which may wait for the rank that asks.
     ///
     /// # Errors
     /// `Memory` when a GPU has no room; those of its driver.

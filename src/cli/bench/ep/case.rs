@@ -249,7 +249,7 @@ impl Case {
                 .then(|| format!("rank {rank}, row {slot}: not the row of token {token} of rank {source}"))
         };
         // An arrival of a GPU may be looked at by many threads: it is a copy by now.
-        Ok((0..want.rows.len()).find_map(is_wrong))
+        Ok((0..want.rows.len()).into_par_iter().find_map_first(is_wrong))
     }
 
     /// What is wrong with the results, if anything: `most` tokens, evenly spread, bit for bit.

@@ -198,9 +198,10 @@ impl Choice {
         Mapping { threads, split: self.split(parts, threads, 28), stream }
     }
 
-    /// Parts of a row when there are many.
+    /// Parts of a row when there are many: one of few blocks, and of rows that do not move.
     fn many_parts(&self) -> u32 {
-        if self.phase().sms.is_some() { 1 } else { self.row.row_bytes / PART_BYTES }
+        let is_whole = self.phase().sms.is_some() || self.tuning.measure.skip_payload;
+        if is_whole { 1 } else { self.row.row_bytes / PART_BYTES }
     }
 
     /// Who says that the rows of a call are complete: with few a launch more costs more than blocks that wait for their stores do.
@@ -588,8 +589,10 @@ mod tests {
         // Registers of a large block.
         assert_eq!(payload(&choice(&base(), 2, of(Some((1, 1024)), None)), 4096), (1, 1024, 14, 2));
         let measure = Measure { skip_payload: true, ..Measure::default() };
+        let skips = |geometry| Tuning { measure, ..of(geometry, None) };
+        assert_eq!(payload(&choice(&base(), 2, skips(Some((264, 256)))), 4096).2, 1);
         let low_latency = Config { mode: Mode::LowLatency, expected_tokens: 1, ..base() };
-        assert_eq!(choice(&low_latency, 2, Tuning { measure, ..Tuning::default() }).staged_rows, 0);
+        assert_eq!(choice(&low_latency, 2, skips(None)).staged_rows, 0);
     }
 
     #[test]
