@@ -204,10 +204,11 @@ impl Choice {
         if is_whole { 1 } else { self.row.row_bytes / PART_BYTES }
     }
 
-    /// Who says that the rows of a call are complete: with few a launch more costs more than blocks that wait for their stores do.
+    /// Who says that the rows of a call are complete: with few, or few blocks, a launch more costs more than blocks that wait for their stores do.
     pub fn done(&self, class: Class) -> Done {
         match self.reachable(class) {
             _ if self.tuning.measure.skip_signals => Done::Never,
+            _ if self.phase().sms.is_some() => Done::Within,
             Class::Few | Class::Some => Done::Within,
             Class::Many => Done::After,
         }
@@ -518,6 +519,8 @@ mod tests {
         assert_eq!(done(&two), [Done::Within, Done::Within, Done::After]);
         // Calls of few tokens alone have no kernel for many.
         assert_eq!(done(&choice(&Config { max_tokens: 512, ..base() }, 2, Tuning::default())), [Done::Within; 3]);
+        let few = Tuning { dispatch: PhaseTuning { geometry: None, sms: Some(16) }, ..Tuning::default() };
+        assert_eq!(done(&choice(&base(), 2, few)), [Done::Within; 3]);
         let alone = Tuning { measure: Measure { skip_signals: true, ..Measure::default() }, ..Tuning::default() };
         assert_eq!(done(&choice(&base(), 2, alone)), [Done::Never; 3]);
         let streams = |c: &Choice| Class::ALL.map(|class| c.payload_mapping(class).stream);
