@@ -250,8 +250,8 @@ fn quantize_code(row: Row) -> u32 {
     }
 }
 
-/// The kernels that the table of resources lists: what the throughput and latency of 7168 bf16, top-8 of 256, choose among at 2 and 8 ranks that have a device
-/// each, and for many rows of 4 and 8 that share one; then each layout, payload and limit once.
+/// The kernels that the table of resources lists: what the throughput and latency of 7168 bf16, top-8 of 256, choose among at 2 and 8 ranks, and for many rows at 4;
+/// then each layout, payload and limit once.
 pub(crate) fn shipped() -> Vec<Spec> {
     use super::tuning::Choice;
     use crate::ep::device::memory::DeviceLayout;
@@ -259,23 +259,22 @@ pub(crate) fn shipped() -> Vec<Spec> {
     use crate::ep::{IdSpace, Layout, Mode, Overflow, ScaleLayout};
     let base = || Config::new(7168, DType::BF16, 256, 8, 4096);
     let mut all: Vec<Spec> = Vec::new();
-    let mut add_on = |ranks_on_device: u32, config: Config, world: usize, of: &dyn Fn(&Choice) -> Vec<Spec>| {
+    let mut add = |config: Config, world: usize, of: &dyn Fn(&Choice) -> Vec<Spec>| {
         // Configurations that a plan accepts (a test says so).
         let Ok(plan) = config.plan(world) else { return };
         let Ok(layout) = DeviceLayout::new(&config, &plan) else { return };
-        let choice = Choice::new(&config, &plan, &layout, (ranks_on_device, 132), Tuning::default()); // 132: multiprocessors of an H200
+        let choice = Choice::new(&config, &plan, &layout, (1, 132), Tuning::default()); // 132: multiprocessors of an H200
         for spec in of(&choice) {
             if !all.contains(&spec) {
                 all.push(spec);
             }
         }
     };
-    for ranks in [4, 8] {
-        add_on(ranks, base(), ranks as usize, &|c| vec![c.payload(Class::Many)]);
-    }
-    let mut add = |config: Config, world: usize, of: &dyn Fn(&Choice) -> Vec<Spec>| add_on(1, config, world, of);
     let (few, some, many) = (Class::Few, Class::Some, Class::Many);
     let low_latency = Config { mode: Mode::LowLatency, expected_tokens: 1, max_tokens: 128, ..base() };
+    for ranks in [4, 8] {
+        add(base(), ranks, &|c| vec![c.payload(many)]);
+    }
     add(base(), 2, &|c| vec![c.route(true, IndexType::I64), c.payload(some), c.payload(many)]);
     add(low_latency.clone(), 2, &|c| vec![c.low_latency(true, IndexType::I64)]);
     add(base(), 8, &|c| vec![c.route(false, IndexType::I64), c.route(true, IndexType::I64), c.replay(), c.receive(), c.report()]);
