@@ -33,8 +33,9 @@ const MOST_BLOCKS: u32 = 1024;
 /// The same of `payload` when there are many rows, whose blocks have a warp for each part and end (measured up to here: at 16384 tokens and 2 ranks 361.2 us with 57344
 /// blocks, 365.0 with 16384).
 const MOST_SMALL_BLOCKS: u32 = 65536;
-/// Bytes of a part of a row, as it travels, when there are many: two vectors of a lane (measured at 4096 tokens, parts of 512 bytes, 1 KiB, 2 KiB: 105.1, 91.7 and 92.4 us
-/// at 2 ranks, -, 273.0 and 276.2 at 4, 766.4, 752.8 and 760.7 at 8; of 512 bytes and 1 KiB in e4m3 77.6 and 62.1, 216.0 and 191.9, 591.0 and 542.3).
+/// Bytes of a part of a row, as it travels, when there are many: two vectors of a lane (measured at 4096 tokens with at most 24 warps a multiprocessor, parts of 512
+/// bytes, 1 KiB, 2 KiB: 105.1, 92.9 and 92.4 us at 2 ranks, 766.4, 752.8 and 760.7 at 8; of 512 bytes and 1 KiB in e4m3 77.6 and 62.1 at 2, 216.0 and 191.9 at 4,
+/// 591.0 and 542.3 at 8).
 const PART_BYTES: u32 = 1024;
 /// Threads of a block then (measured with 8 ranks: 754.6 us, 760.3 with 256, 757.1 with 320, 756.6 with 448).
 const PART_THREADS: u32 = 128;
