@@ -22,6 +22,8 @@ const TO: [DType; 7] = [DType::E4M3, DType::E5M2, DType::E4M3Fnuz, DType::E5M2Fn
 const ROWS: [usize; 10] = [0, 1, 15, 16, 17, 127, 128, 129, 255, 257];
 /// Around the widths of vectors and blocks; 1536 is more than a tile.
 const COLUMNS: [usize; 8] = [0, 1, 8, 16, 100, 128, 129, 1536];
+/// Matrices so low that a GPU casts several tiles beside each other at once, and one that is not.
+const LOW_ROWS: [usize; 7] = [144, 30, 0, 96, 50, 145, 8];
 /// Scale block, formula, layout and the type of the stored scales.
 const BLOCKS: [(Block, Formula, ScaleLayout, DType); 14] = {
     use Block::{Row32, Row128, Square128};
@@ -119,6 +121,8 @@ fn lists(backend: &Backend, from: DType, to: DType, scaling: Scaling, scale_dtyp
         let one_copy = Case { row: i != 1, column: i != 2, ..Case::new(from, to, some.clone(), scaling) };
         num_cases += Case { scale_dtype, pad_rows, gap: i + 1, extras: i != 0, seed: i as u64 + 2, ..one_copy }.run(&variants)?;
     }
+    let low = LOW_ROWS.into_iter().zip([808, 700, 808, 808, 704, 808, 808]).map(|(rows, columns)| [rows, columns]).collect();
+    num_cases += Case { scale_dtype, is_prepared: true, seed: 5, ..Case::new(from, to, low, scaling) }.run(&variants)?;
     Ok(num_cases)
 }
 
@@ -139,6 +143,11 @@ fn grouped(backend: &Backend, from: DType, to: DType, scaling: Scaling, scale_dt
         let shapes = [8, 136, 0, 56].map(|rows| [rows, 264]).to_vec();
         num_cases += Case { is_grouped: true, scale_dtype, seed: i as u64 + 9, row, column, ..Case::new(from, to, shapes, scaling) }
             .run(&variants)?;
+    }
+    for (i, columns) in [808, 700, 1096].into_iter().enumerate() {
+        let shapes = LOW_ROWS.map(|rows| [rows, columns]).to_vec();
+        let case = Case { is_grouped: true, scale_dtype, seed: i as u64 + 12, ..Case::new(from, to, shapes, scaling) };
+        num_cases += Case { pad_rows: [1, 1, 16][i], gap: i % 2, ..case }.run(&variants)?;
     }
     Ok(num_cases)
 }

@@ -31,7 +31,7 @@ DEVICE u32 high_offset(const Parameters& p, u32 i) {
 // block's first load: all that a thread needs to know its matrix's first part is summed before the first barrier. A group has no parts when its offsets are not
 // what they must be: nothing is read or written outside of the buffers.
 DEVICE bool locate_in_group(const Parameters& p, u32 nth, Found& shared, Part& found) {
-    const u32 thread = thread_idx(), lane = thread % 32, group = thread / 32, num_strips = p.num_strips;
+    const u32 thread = thread_idx(), lane = thread % 32, group = thread / 32;
     const bool has_sums = p.pad_rows > 1; // without padding the offsets are the sums of rows
     const u32 num_matrices = p.num_matrices, limit = p.matrices[0].num_rows;
     const u32 num_own = num_matrices > NUM_THREADS ? quotient_up(num_matrices, NUM_THREADS) : 1;
@@ -86,32 +86,33 @@ DEVICE bool locate_in_group(const Parameters& p, u32 nth, Found& shared, Part& f
         }
         status |= total_rows > p.row_capacity ? SHORT_OUTPUTS : 0;
     }
-    const Share share = share_of_block(p, total * num_strips);
+    const Share share = share_of_block(p, total);
     const u32 part = status == 0 && nth < share.num ? share.first + nth : NO_PART;
     if (thread == 0) {
         shared.has_more = part != NO_PART && nth + 1 < share.num;
         shared.status_of_all = status & BAD_OFFSETS ? BAD_OFFSETS : status;
     }
-    u32 l = part - before * num_strips;
-    if (part != NO_PART && part >= before * num_strips && l < parts * num_strips) {
+    u32 l = part - before;
+    if (part != NO_PART && part >= before && l < parts) {
         Part own_part;
         own_part.matrix = first;
         own_part.start = start;
         own_part.num_valid = num_rows;
         own_part.before = rows_before;
         own_part.height = height;
-        u32 num_down = parts_of(p, height, start);
+        u32 num = parts_of(p, height, start);
 #pragma unroll 1
-        while (l >= num_down * num_strips) {
-            l -= num_down * num_strips;
+        while (l >= num) {
+            l -= num;
             own_part.matrix++;
             own_part.start += own_part.num_valid;
             own_part.before += own_part.height;
             own_part.num_valid = low_offset(p, own_part.matrix + 1) - own_part.start;
             own_part.height = padded(p, own_part.num_valid);
-            num_down = parts_of(p, own_part.height, own_part.start);
+            num = parts_of(p, own_part.height, own_part.start);
         }
-        cut(own_part, l, num_down);
+        const bool is_tail = is_in_tail(p, own_part.start);
+        cut(own_part, l, down_of(own_part.height, is_tail), stack_of(own_part.height, is_tail));
         found = own_part;
     }
     block_barrier();
@@ -148,6 +149,7 @@ template <class P> DEVICE Target target_of(const P& p, const Part& found) {
         target.part.first_row = entry.first_row;
         target.part.num_rows = entry.num_rows;
         target.part.first_column = entry.first_column;
+        target.part.stack = entry.stack;
     } else {
         target.part = found;
         target.matrix = p.matrices[LIST ? found.matrix : 0];

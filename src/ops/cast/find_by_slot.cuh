@@ -5,7 +5,7 @@
 // offsets alone: a thread looks at a matrix, and the one whose matrix has the slot says so. The sums over the matrices before, by which copies and scales are placed, and
 // whether all offsets are good, wait until the tile's loads are under way (measured: H200, matrices of 96 to 160 rows, 0.816 of the copy against 0.796).
 
-static_assert(GROUP_ROWS == TILE_ROWS && STRIP_COLUMNS == TILE_COLUMNS, "A part is a tile.");
+static_assert(GROUP_ROWS == TILE_ROWS && STACK == 1, "A part is a tile.");
 
 template <bool> struct EntryOf {};
 template <> struct EntryOf<true> {

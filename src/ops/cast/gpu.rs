@@ -112,6 +112,7 @@ pub(super) struct ParametersOfAll {
     num_strips: u32,
     tail_start: u32,
     pub(super) num_parts: u32,
+    num_stacks: [u32; 2],
 }
 
 /// `ParametersOf` of locate.cuh: its matrices, or where they are.
@@ -123,7 +124,7 @@ pub(super) struct Parameters<M> {
 }
 
 const _: () = assert!(size_of::<Matrix>() == 88 && size_of::<BlockMatrix>() == 120, "no padding, as in locate.cuh");
-const _: () = assert!(size_of::<Parameters<[Matrix; 1]>>() == 80 + 88, "no padding, as in locate.cuh");
+const _: () = assert!(size_of::<Parameters<[Matrix; 1]>>() == 88 + 88, "no padding, as in locate.cuh");
 // Spec: CUDA, bytes of a kernel's parameters from 12.1 on.
 const _: () = assert!(size_of::<Parameters<[BlockMatrix; LIST_SIZES[2]]>>() <= 32764);
 
@@ -209,6 +210,7 @@ impl ParametersOfAll {
             num_strips: 0,
             tail_start: 0,
             num_parts: 0,
+            num_stacks: [0; 2],
         }
     }
 }
@@ -309,7 +311,8 @@ fn group_of<E: Entry>(cuda: &Cuda, known: &Known, all: &Operands<'_>, offsets: &
     }
     p.num_matrices =
         u32::try_from(num_matrices).map_err(|_| Error::invalid(OP, "offsets", format!("of {num_matrices} matrices"), "fewer than 2^32"))?;
-    p.num_strips = columns.div_ceil(call.tile.strip_columns());
+    p.num_strips = columns.div_ceil(call.tile.columns.into());
+    p.num_stacks = [p.num_strips.div_ceil(2), p.num_strips.div_ceil(3)];
     let group = tuning::Group {
         rows: rows.into(),
         num_matrices: num_matrices as u64,
@@ -532,20 +535,22 @@ impl<'k> Call<'k> {
     }
 
     fn cut_by_tile<E: Entry>(&self, entries: &mut [E]) -> Result<Packed> {
-        let (part_rows, strip_columns, pad_rows) = (self.tile.part_rows() as u32, self.tile.strip_columns(), self.known.pad_rows as u32);
+        let (part_rows, pad_rows) = (self.tile.part_rows() as u32, self.known.pad_rows as u32);
         let (mut num_parts, mut num_elements, mut num_rows) = (0u64, 0u64, 0u64);
         // Of the matrix before: divisions take long.
-        let (mut of, mut num_down, mut num_strips) = ([0u32; 2], 0u32, 0u32);
+        let (mut of, mut num_down, mut num_across) = ([0u32; 2], 0u32, 0u32);
         for entry in entries {
             let matrix = entry.matrix();
             let [rows, columns] = [matrix.num_rows, matrix.num_columns];
             if of != [rows, columns] {
                 of = [rows, columns];
-                num_down = rows.next_multiple_of(pad_rows).div_ceil(part_rows);
-                num_strips = columns.div_ceil(strip_columns);
+                let height = rows.next_multiple_of(pad_rows);
+                num_down = height.div_ceil(part_rows);
+                let stack = self.tile.stack_of(height, self.tile.part_rows(), self.known.to);
+                num_across = columns.div_ceil(u32::from(self.tile.columns)).div_ceil(stack);
             }
             (matrix.first_part, matrix.num_down) = (num_parts as u32, num_down);
-            num_parts += u64::from(num_down) * u64::from(num_strips);
+            num_parts += u64::from(num_down) * u64::from(num_across);
             num_elements = num_elements.saturating_add(u64::from(rows) * u64::from(columns));
             num_rows += u64::from(rows);
             if num_parts > MAX_BLOCKS {

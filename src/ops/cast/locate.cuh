@@ -2,7 +2,7 @@
 //
 // Constants: ROW, COLUMN (copies), LIST (matrices with tensors of their own; else one buffer and offsets), TABLE (a list's matrices and parts stand in device memory; else its
 // matrices in the parameters), CURRENT (bools), MAX_MATRICES; BLOCK_LINES and BLOCK_LENGTH (lines and elements of a line that share a scale; 0 without block
-// scales), STORED (how they are stored), STRIP_COLUMNS (columns of a part).
+// scales), STORED (how they are stored), STACK (strips of TILE_COLUMNS columns that a part takes at most).
 
 constexpr bool HAS_SCALES = BLOCK_LENGTH > 0;
 
@@ -45,10 +45,12 @@ struct ParametersOfAll {
     u32 pad_rows;
     u32 flags;
     float epsilon;
-    u32 num_strips; // group: of STRIP_COLUMNS columns
+    u32 num_strips; // group: of TILE_COLUMNS columns
     u32 tail_start; // group: matrices from this row on are cut into lower parts
     u32 num_parts;  // list: of all matrices, where a block casts several
+    u32 num_stacks[2]; // group: parts of a low matrix, of two and of three strips each
 };
+static_assert(STACK <= 3, "As many as num_stacks has.");
 
 // Of `status`; 0 when all was well.
 constexpr u32 BAD_OFFSETS = 1, SHORT_OUTPUTS = 2;
@@ -103,6 +105,7 @@ struct Part : PartScales<HAS_SCALES> {
     u32 first_row;
     u32 num_rows; // of the part, padding included
     u32 first_column;
+    u32 stack; // strips of columns
 };
 
 // A part in a table, with its matrix: all that a block needs to begin, in one read.
@@ -112,7 +115,8 @@ struct alignas(16) Entry {
     u32 first_row;
     u32 num_rows; // padding included
     u32 first_column;
-    u32 padding[2];
+    u32 stack;
+    u32 padding;
 };
 static_assert(sizeof(Entry) == sizeof(Matrix) + 24, "No padding but that.");
 
@@ -150,12 +154,6 @@ DEVICE Share share_of_block(const Parameters& p, u32 num_parts) {
     const u32 least = num_parts / p.num_blocks, larger = num_parts % p.num_blocks;
     return {block * least + (block < larger ? block : larger), least + (block < larger)};
 }
-
-// Sums over matrices.
-struct Sums {
-    u32 parts;  // of one strip
-    u32 rows;   // padded
-};
 
 // Blocks along a column.
 DEVICE u32 blocks_of(u32 num_rows) {
@@ -204,15 +202,47 @@ static_assert(GROUP_ROWS % CUT_ROWS == 0, "The largest part is made of such rows
 constexpr u32 TAIL_ROWS = HAS_SCALES ? GROUP_ROWS : TILE_ROWS * TAIL_TILES;
 static_assert(TAIL_ROWS % CUT_ROWS == 0, "As above.");
 
-// Parts of a strip of a group's matrix of `height` rows, padding included, that starts at row `start`.
+// Rows of a matrix at most, of which a part of `part_rows` rows takes `n` strips: as many as fit, one behind the other.
+DEVICE constexpr u32 most_rows(u32 part_rows, u32 n) {
+    return part_rows / n / FILL_ROWS * FILL_ROWS;
+}
+
+// Strips that a part of a matrix of `height` rows takes.
+DEVICE u32 stack_of(u32 height, bool is_tail) {
+    u32 stack = 1;
+#pragma unroll
+    for (u32 n = 2; n <= STACK; n++) {
+        stack += height <= (is_tail ? most_rows(TAIL_ROWS, n) : most_rows(GROUP_ROWS, n));
+    }
+    return stack;
+}
+
+// Parts from top to bottom.
+DEVICE u32 down_of(u32 height, bool is_tail) {
+    return is_tail ? (height + TAIL_ROWS - 1) / TAIL_ROWS : (height + GROUP_ROWS - 1) / GROUP_ROWS;
+}
+
+// Whether a group's matrix that starts at row `start` is cut into the lower parts.
+DEVICE bool is_in_tail(const Parameters& p, u32 start) {
+    return start >= p.tail_start;
+}
+
+// Parts of a group's matrix of `height` rows, padding included, that starts at row `start`.
 DEVICE u32 parts_of(const Parameters& p, u32 height, u32 start) {
-    return start >= p.tail_start ? quotient_up(height, TAIL_ROWS) : quotient_up(height, GROUP_ROWS);
+    const bool is_tail = is_in_tail(p, start);
+    u32 num = down_of(height, is_tail) * p.num_strips;
+#pragma unroll
+    for (u32 n = 2; n <= STACK; n++) {
+        // One without rows has none: below none there is the largest number.
+        num = height - 1 < (is_tail ? most_rows(TAIL_ROWS, n) : most_rows(GROUP_ROWS, n)) ? p.num_stacks[n - 2] : num;
+    }
+    return num;
 }
 
 // Cuts `l` of the parts of a matrix of part.height rows: strips of columns one after the other, `num_down` parts of a strip from top to bottom, as even as
-// can be.
-DEVICE void cut(Part& part, u32 l, u32 num_down) {
-    u32 strip = l, first_row = 0, end = part.height;
+// can be; or `stack` strips in each.
+DEVICE void cut(Part& part, u32 l, u32 num_down, u32 stack) {
+    u32 strip = l * stack, first_row = 0, end = part.height;
     if (num_down > 1) {
         const u32 units = quotient_up(part.height, CUT_ROWS), least = units / num_down, larger = units % num_down;
         strip = l / num_down;
@@ -223,7 +253,8 @@ DEVICE void cut(Part& part, u32 l, u32 num_down) {
     }
     part.first_row = first_row;
     part.num_rows = end - first_row;
-    part.first_column = strip * STRIP_COLUMNS;
+    part.first_column = strip * TILE_COLUMNS;
+    part.stack = stack;
 }
 
 // Where the tensors of a part's matrix begin, and where its columns lie.
@@ -250,6 +281,7 @@ template <class P> DEVICE void part_of_entry(const P& p, const Entry& entry, Par
     found.first_row = entry.first_row;
     found.num_rows = entry.num_rows;
     found.first_column = entry.first_column;
+    found.stack = entry.stack;
 }
 
 // Part `l` of a list: thread 0. A template, so that the form that is not there is not looked at.
@@ -271,7 +303,7 @@ template <class P> DEVICE void find_in_list(const P& p, u32 l, Part& found) {
         part.before = 0;
         part.num_valid = m.num_rows;
         part.height = padded(p, m.num_rows);
-        cut(part, l - m.first_part, m.num_down);
+        cut(part, l - m.first_part, m.num_down, stack_of(part.height, false));
         found = part;
     }
 }

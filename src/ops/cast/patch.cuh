@@ -159,22 +159,25 @@ template <class FACTORS> DEVICE void narrow_row(const u32 (&in)[IN_WORDS], const
 }
 
 // The transposed tile in shared memory: units of 8 bytes, all units of a column one after the other, but their numbers mixed so that neither lanes
-// beside each other in a row nor lanes along a column meet in a bank.
+// beside each other in a row nor lanes along a column meet in a bank. A column has as many units as its rows take: of low parts there are more columns.
 
 constexpr u32 GROUP_ROWS = TILE_ROWS * TILES_DOWN; // rows of a part at most
-constexpr u32 UNITS = GROUP_ROWS * OUT / 8;        // of a column of the shared tile
-static_assert(UNITS % 2 == 0, "Units are mixed in blocks of 16, which hold columns of one patch.");
+// Rows that columns are filled up to: whole patches and whole vectors (derived: units are mixed in blocks of 16, which hold columns of one patch when a column has an even
+// number of them).
+constexpr u32 FILL_ROWS = OUT == 1 ? 2 * PATCH : PATCH;
+static_assert(GROUP_ROWS % FILL_ROWS == 0, "As many as the tile has.");
 
-DEVICE u32 unit_at(u32 column, u32 unit) {
-    return (column * UNITS + unit) ^ (column / PATCH & 15); // 15: derived, 16 units of 8 bytes are all 32 banks
+// Unit `unit` of a column, of which each has `units`.
+DEVICE u32 unit_at(u32 column, u32 unit, u32 units) {
+    return (column * units + unit) ^ (column / PATCH & 15); // 15: derived, 16 units of 8 bytes are all 32 banks
 }
 
 DEVICE u64 unit_of(u32 low, u32 high) {
     return low | (u64)high << 32;
 }
 
-// Passes on a patch of rounded elements: its columns from `column` on, the `down`-th from the top of the part.
-DEVICE void put_patch(u64* tile, const u32 (&rows)[PATCH][OUT_WORDS], u32 column, u32 down) {
+// Passes on a patch of rounded elements: its columns from `column` on, the `down`-th from the top of the part, whose columns have `units` units each.
+DEVICE void put_patch(u64* tile, const u32 (&rows)[PATCH][OUT_WORDS], u32 column, u32 down, u32 units) {
     const u32 unit = down * OUT;
     if constexpr (OUT == 1) {
 #pragma unroll
@@ -184,7 +187,7 @@ DEVICE void put_patch(u64* tile, const u32 (&rows)[PATCH][OUT_WORDS], u32 column
             transpose_bytes(rows[4][half], rows[5][half], rows[6][half], rows[7][half], lower[0], lower[1], lower[2], lower[3]);
 #pragma unroll
             for (u32 i = 0; i < 4; i++) {
-                tile[unit_at(column + half * 4 + i, unit)] = unit_of(upper[i], lower[i]);
+                tile[unit_at(column + half * 4 + i, unit, units)] = unit_of(upper[i], lower[i]);
             }
         }
     } else if constexpr (OUT == 2) {
@@ -196,35 +199,35 @@ DEVICE void put_patch(u64* tile, const u32 (&rows)[PATCH][OUT_WORDS], u32 column
                 const u32 first = rows[2 * r][i / 2], second = rows[2 * r + 1][i / 2];
                 pair[r] = i % 2 ? bytes_of<2, 3, 6, 7>(first, second) : bytes_of<0, 1, 4, 5>(first, second);
             }
-            tile[unit_at(column + i, unit)] = unit_of(pair[0], pair[1]);
-            tile[unit_at(column + i, unit + 1)] = unit_of(pair[2], pair[3]);
+            tile[unit_at(column + i, unit, units)] = unit_of(pair[0], pair[1]);
+            tile[unit_at(column + i, unit + 1, units)] = unit_of(pair[2], pair[3]);
         }
     } else {
 #pragma unroll
         for (u32 i = 0; i < PATCH; i++) {
 #pragma unroll
             for (u32 r = 0; r < 4; r++) {
-                tile[unit_at(column + i, unit + r)] = unit_of(rows[2 * r][i], rows[2 * r + 1][i]);
+                tile[unit_at(column + i, unit + r, units)] = unit_of(rows[2 * r][i], rows[2 * r + 1][i]);
             }
         }
     }
 }
 
 // 8 bytes of a column from byte `at` on, which lies in the column; what follows the column is anything.
-DEVICE u64 bytes_at(const u64* tile, u32 column, u32 at) {
+DEVICE u64 bytes_at(const u64* tile, u32 column, u32 units, u32 at) {
     const u32 unit = at / 8, shift = at % 8 * 8;
-    const u64 low = tile[unit_at(column, unit)];
+    const u64 low = tile[unit_at(column, unit, units)];
     if (shift == 0) {
         return low;
     }
-    const u64 high = unit + 1 < UNITS ? tile[unit_at(column, unit + 1)] : 0;
+    const u64 high = unit + 1 < units ? tile[unit_at(column, unit + 1, units)] : 0;
     return low >> shift | high << (64 - shift);
 }
 
 // Bytes `first` to `end` of a column to `to` + first, in the widest pieces that the address takes.
-DEVICE void store_edge(u8* to, const u64* tile, u32 column, u32 first, u32 end) {
+DEVICE void store_edge(u8* to, const u64* tile, u32 column, u32 units, u32 first, u32 end) {
     while (first < end) {
-        const u64 value = bytes_at(tile, column, first);
+        const u64 value = bytes_at(tile, column, units, first);
         const u64 address = (u64)(to + first);
         const u32 left = end - first;
         if (address % 8 == 0 && left >= 8) {
@@ -245,7 +248,7 @@ DEVICE void store_edge(u8* to, const u64* tile, u32 column, u32 first, u32 end) 
 
 // Columns that do not start and end at boundaries of 16 bytes. Vectors at such boundaries of the destination, one more than a column has: whole ones at once,
 // the ends in pieces.
-RARE void store_ragged_columns(u8* to, u64 stride, const u64* tile, u32 length, u32 num_columns) {
+RARE void store_ragged_columns(u8* to, u64 stride, const u64* tile, u32 length, u32 num_columns, u32 units) {
     const u32 num_vectors = (length + 15) / 16 + 1;
     for (u32 i = thread_idx(); i < num_vectors * num_columns; i += NUM_THREADS) {
         const u32 column = i / num_vectors, vector = i % num_vectors;
@@ -254,10 +257,10 @@ RARE void store_ragged_columns(u8* to, u64 stride, const u64* tile, u32 length, 
         const u32 first = vector == 0 ? 0 : vector * 16 - before;
         const u32 end = vector * 16 + 16 - before < length ? vector * 16 + 16 - before : length;
         if (first + 16 == end) {
-            const u64 low = bytes_at(tile, column, first), high = bytes_at(tile, column, first + 8);
+            const u64 low = bytes_at(tile, column, units, first), high = bytes_at(tile, column, units, first + 8);
             store_streaming((Vec16*)(start + first), Vec16{(u32)low, (u32)(low >> 32), (u32)high, (u32)(high >> 32)});
         } else {
-            store_edge(start, tile, column, first, end);
+            store_edge(start, tile, column, units, first, end);
         }
     }
 }
@@ -281,15 +284,15 @@ DEVICE Walk walk_of(const u8* to, u32 length) {
     return w;
 }
 
-// Stores the columns of the tile, `length` bytes each, `stride` bytes apart. All threads take part.
-DEVICE void store_columns(u8* to, u64 stride, const u64* tile, u32 length, u32 num_columns, Walk w) {
+// Stores the columns of the tile, `length` bytes each, `stride` bytes apart, of `units` units of the tile each. All threads take part.
+DEVICE void store_columns(u8* to, u64 stride, const u64* tile, u32 length, u32 num_columns, u32 units, Walk w) {
     if ((((u32)(u64)to | (u32)stride | length) & 15) != 0) {
-        store_ragged_columns(to, stride, tile, length, num_columns);
+        store_ragged_columns(to, stride, tile, length, num_columns, units);
         return;
     }
     while (w.column < num_columns) {
         // Two units side by side, in either order.
-        const u32 unit = unit_at(w.column, w.vector * 2);
+        const u32 unit = unit_at(w.column, w.vector * 2, units);
         const Vec16 pair = *(const Vec16*)(tile + unit / 2 * 2);
         const bool is_swapped = unit % 2 != 0;
         const Vec16 ordered = {is_swapped ? pair.word[2] : pair.word[0], is_swapped ? pair.word[3] : pair.word[1],

@@ -26,6 +26,8 @@ constexpr u32 TURN = 1 << 10, NUM_SETS = 4; // at least as many as blocks: arbit
 DEVICE_MEMORY u32 arrivals;
 DEVICE_MEMORY i32 measured[NUM_SETS][MAX_MEASURED];
 
+constexpr u32 UNITS = TILE_ROWS * OUT / 8; // of a column of the shared tile
+
 // A tile of this block.
 struct Tile {
     u32 matrix;
@@ -197,13 +199,13 @@ template <class P> DEVICE void cast_tile_of(const P& p, const Patch& patch, cons
         to += (u32)m.row_stride;
     }
     if (COLUMN) {
-        put_patch(shared_tile, narrowed, across * PATCH, down);
+        put_patch(shared_tile, narrowed, across * PATCH, down, UNITS);
         const u32 length = tile.num_rows * OUT, left = m.num_columns - tile.first_column;
         const u64 stride = LIST ? m.column_stride : (u64)tile.height * OUT;
         u8* const columns = m.column + (u64)tile.before * (m.num_columns * OUT) + tile.first_column * stride + tile.first_row * OUT;
         const Walk walk = walk_of(columns, length);
         block_barrier();
-        store_columns(columns, stride, shared_tile, length, left < TILE_COLUMNS ? left : TILE_COLUMNS, walk);
+        store_columns(columns, stride, shared_tile, length, left < TILE_COLUMNS ? left : TILE_COLUMNS, UNITS, walk);
         block_barrier();
     }
 }

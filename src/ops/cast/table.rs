@@ -13,6 +13,7 @@ use super::{OP, Operands, Options, Scaling};
 use crate::backend::Cuda;
 use crate::error::{Error, Result};
 use crate::gpu::{Buffer, Geometry, Kernel};
+use crate::tensor::DType;
 
 /// A checked list, ready to be cast.
 #[derive(Debug)]
@@ -69,6 +70,7 @@ impl Table {
         let shape = PartShape {
             tile: call.tile,
             cut_rows: tuning::cut_rows(call.tile, has_block_scales),
+            to: known.to,
             tail: tuning::tail(call.tile, cuda.device().properties().num_sms, packed.num_parts.into(), tuning::TABLE_TAIL),
         };
         all.num_parts = push_parts(&mut words, &mut entries, known.pad_rows, &shape)?;
@@ -111,7 +113,8 @@ struct Place {
     first_row: u32,
     num_rows: u32,
     first_column: u32,
-    padding: [u32; 2],
+    stack: u32,
+    padding: u32,
 }
 
 const _: () = assert!((size_of::<Matrix>() + size_of::<Place>()).is_multiple_of(16), "as in locate.cuh");
@@ -119,7 +122,7 @@ const _: () = assert!((size_of::<BlockMatrix>() + size_of::<Place>()).is_multipl
 
 /// Appends the parts of all matrices in the order of their blocks; returns how many.
 fn push_parts<E: Entry>(words: &mut Vec<u8>, entries: &mut [E], pad_rows: usize, shape: &PartShape) -> Result<u32> {
-    let columns = shape.tile.strip_columns();
+    let columns = u32::from(shape.tile.columns);
     let extents = |matrix: &Matrix| (matrix.num_rows.next_multiple_of(pad_rows as u32), matrix.num_columns.div_ceil(columns));
     // Rows of strips from the part on to the end: the last parts are lower, so that blocks end together.
     let mut left = entries.iter_mut().fold(0u64, |sum, entry| {
@@ -129,9 +132,11 @@ fn push_parts<E: Entry>(words: &mut Vec<u8>, entries: &mut [E], pad_rows: usize,
     let mut num_parts = 0;
     for (i, entry) in entries.iter_mut().enumerate() {
         let (height, num_strips) = extents(entry.matrix());
-        for strip in 0..num_strips {
+        let mut strip = 0;
+        while strip < num_strips {
+            let stack = shape.stack_of(height, left);
             for (first, rows) in shape.parts(height, left) {
-                let place = Place { number: i as u32, first_row: first, num_rows: rows, first_column: strip * columns, padding: [0; 2] };
+                let place = Place { number: i as u32, first_row: first, num_rows: rows, first_column: strip * columns, stack, padding: 0 };
                 let bytes = size_of::<E>() + size_of::<Place>();
                 words.try_reserve(bytes).map_err(|_| Error::Memory {
                     what: "the parts of a list".into(),
@@ -146,7 +151,9 @@ fn push_parts<E: Entry>(words: &mut Vec<u8>, entries: &mut [E], pad_rows: usize,
                     return Err(too_many_parts());
                 }
             }
-            left -= u64::from(height);
+            let num = stack.min(num_strips - strip);
+            left -= u64::from(height) * u64::from(num);
+            strip += num;
         }
     }
     Ok(num_parts as u32)
@@ -159,9 +166,16 @@ struct PartShape {
     cut_rows: u32,
     /// Rows of strips at the end that are cut into lower parts.
     tail: u64,
+    to: DType,
 }
 
 impl PartShape {
+    /// Strips that a part takes, behind whose start `left` rows of strips follow with its own.
+    fn stack_of(&self, height: u32, left: u64) -> u32 {
+        let rows = if left <= self.tail { self.tile.tail_rows() } else { self.tile.part_rows() };
+        self.tile.stack_of(height, rows, self.to)
+    }
+
     /// First row and rows of the parts of a strip, behind whose start `left` rows of strips follow with its own.
     fn parts(&self, height: u32, left: u64) -> impl Iterator<Item = (u32, u32)> {
         let whole = cut(0, height, self.tile.part_rows() as u32, self.cut_rows);
@@ -188,10 +202,30 @@ mod tests {
     use super::*;
 
     #[test]
+    fn strips_that_a_part_takes_fit_into_it() {
+        let tile = Tile { rows: 96, columns: 256, down: 3, stack: 3, tail: 1, blocks: 2 };
+        let shape = PartShape { tile, cut_rows: 32, tail: 1000, to: DType::E4M3 };
+        for (left, part_rows, two, three) in [(1001, 288, 144, 96), (1000, 96, 48, 32)] {
+            for height in 1..=300u32 {
+                let stack = shape.stack_of(height, left);
+                let wanted = match height {
+                    _ if height <= three => 3,
+                    _ if height <= two => 2,
+                    _ => 1,
+                };
+                assert_eq!(stack, wanted, "{height} rows, {left} left");
+                // Columns of whole vectors, and all of them in one part.
+                assert!(stack == 1 || stack * height.next_multiple_of(16) <= part_rows, "{height} rows, {left} left");
+                assert!(stack == 1 || shape.parts(height, left).eq([(0, height)]), "{height} rows, {left} left");
+            }
+        }
+    }
+
+    #[test]
     fn parts_cover_a_strip_once_and_the_last_are_low() {
-        let tile = Tile { rows: 96, columns: 256, down: 3, across: 1, tail: 1, blocks: 2 };
+        let tile = Tile { rows: 96, columns: 256, down: 3, stack: 3, tail: 1, blocks: 2 };
         for tail in [0, 100, 1000, u64::MAX] {
-            let shape = PartShape { tile, cut_rows: 32, tail };
+            let shape = PartShape { tile, cut_rows: 32, tail, to: DType::E4M3 };
             for height in [0, 1, 31, 32, 33, 96, 97, 288, 289, 300, 576, 1031, 4096] {
                 for behind in [0, 50, 100_000] {
                     let left = u64::from(height) + behind;

@@ -2,13 +2,14 @@
 //
 // Computes   row = round(scale * x), column = its transpose, amax raised to the greatest |x|, scale_inv = 1 / scale (oracle::cast::cast)
 // Layout     x, row: rows at any stride; column: columns at any stride; see locate.cuh. With ALIGNED, rows of x and row are whole vectors of eight elements
-// Work       a block casts a part of a matrix, up to TILES_DOWN tiles of TILE_ROWS x TILE_COLUMNS one below the other, a thread a patch of 8 x 8 of each:
+// Work       a block casts a part of a matrix, up to TILES_DOWN tiles of TILE_ROWS x TILE_COLUMNS one below the other, a thread a patch of 8 x 8 of each. Of low
+//            matrices a part has several strips of columns, which stand beside each other in the shared tile:
 //            load, round, store to row, put into the shared tile; then all threads store columns, dense along the addresses
 // Shared     the transposed part; the part found; a word for each 32 threads
 // Sync       block barriers; amax by atomic maximum, one a part
 // Requires   checked views; pad_rows 1, 16, 32 or 128; fewer than 2^31 rows and columns, fewer than 2^32 padded rows
 //
-// Constants: FROM, TO (types), ROW, COLUMN, LIST, TABLE, CURRENT, ALIGNED (bools), TILE_ROWS, TILE_COLUMNS, TILES_DOWN, TAIL_TILES, MAX_MATRICES, BLOCKS
+// Constants: FROM, TO (types), ROW, COLUMN, LIST, TABLE, CURRENT, ALIGNED (bools), TILE_ROWS, TILE_COLUMNS, TILES_DOWN, TAIL_TILES, STACK, MAX_MATRICES, BLOCKS
 // (resident in a multiprocessor).
 
 #if PLATFORM_AMD
@@ -48,27 +49,35 @@ KERNEL_FITTING(NUM_THREADS, BLOCKS) cast_tile(PARAMETERS(Parameters) p) {
         const Part& part = target.part;
         const Matrix& m = target.matrix;
         const float scale = MEASURES ? 1.0f : scale_of(p, CURRENT ? m.scale_inv : m.scale, LIST ? 0 : part.matrix);
-        const u32 first_column = part.first_column + across * PATCH, left = first_column < m.num_columns ? m.num_columns - first_column : 0;
-        const u32 columns_here = left < PATCH ? left : PATCH;
-        const u8* const x = input_of(m, part) + first_column * IN;
-        u8* const row = rows_of(m, part) + first_column * OUT;
+        const u8* const x = input_of(m, part);
+        u8* const row = rows_of(m, part);
+        // Patches of a strip, from top to bottom.
+        const u32 num_down = (part.num_rows + FILL_ROWS - 1) / FILL_ROWS * (FILL_ROWS / PATCH);
         const u32 x_stride = (u32)m.x_stride, row_stride = (u32)m.row_stride;
         u32 greatest = 0;
-        for (u32 at = down * PATCH; at < part.num_rows; at += TILE_ROWS) {
+        for (u32 place = down; place < num_down * part.stack; place += TILE_ROWS / PATCH) {
+            u32 strip = 0;
+#pragma unroll
+            for (u32 n = 1; n < STACK; n++) {
+                strip += place >= n * num_down;
+            }
             // Rows as the matrix counts them; with ALIGNED a thread has eight columns or none.
-            const u32 first = part.first_row + at, end = part.first_row + part.num_rows;
+            const u32 down_of_strip = place - strip * num_down, first = part.first_row + down_of_strip * PATCH, end = part.first_row + part.num_rows;
+            const u32 column_of_part = strip * TILE_COLUMNS + across * PATCH, column = part.first_column + column_of_part;
+            const u32 left = column < m.num_columns ? m.num_columns - column : 0;
+            const u32 columns_here = left < PATCH ? left : PATCH;
             Patch patch;
             if constexpr (ALIGNED) {
                 if (columns_here == 0) {
                     break;
                 }
-                load_patch_of(patch, x, x_stride, first, part.num_valid);
+                load_patch_of(patch, x + column * IN, x_stride, first, part.num_valid);
             } else {
                 const u32 num_here = first < part.num_valid ? part.num_valid - first : 0;
-                load_patch<false>(patch, x + (u64)first * x_stride, x_stride, num_here, columns_here * IN, piece_of((u64)m.x, x_stride, m.num_columns * IN));
+                load_patch<false>(patch, x + (u64)first * x_stride + column * IN, x_stride, num_here, columns_here * IN, piece_of((u64)m.x, x_stride, m.num_columns * IN));
             }
             u32 narrowed[PATCH][OUT_WORDS];
-            u8* to = row + (u64)first * row_stride;
+            u8* to = row + (u64)first * row_stride + column * OUT;
 #pragma unroll
             for (u32 r = 0; r < PATCH; r++) {
 #pragma unroll
@@ -92,7 +101,7 @@ KERNEL_FITTING(NUM_THREADS, BLOCKS) cast_tile(PARAMETERS(Parameters) p) {
                 to += row_stride;
             }
             if (COLUMN) {
-                put_patch(shared_tile, narrowed, across * PATCH, at / PATCH);
+                put_patch(shared_tile, narrowed, column_of_part, down_of_strip, num_down * OUT);
             }
         }
         const u32 length = part.num_rows * OUT, columns_left = m.num_columns - part.first_column;
@@ -105,7 +114,8 @@ KERNEL_FITTING(NUM_THREADS, BLOCKS) cast_tile(PARAMETERS(Parameters) p) {
             raise(amax + (LIST ? 0 : part.matrix), (i32)bits);
         }
         if (COLUMN) {
-            store_columns(columns, column_stride_of(m, part), shared_tile, length, columns_left < TILE_COLUMNS ? columns_left : TILE_COLUMNS, walk);
+            store_columns(columns, column_stride_of(m, part), shared_tile, length,
+                          columns_left < part.stack * TILE_COLUMNS ? columns_left : part.stack * TILE_COLUMNS, num_down * OUT, walk);
         }
         if (TABLE || !search.has_more) {
             break;

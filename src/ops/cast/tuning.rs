@@ -11,8 +11,8 @@ pub(super) struct Tile {
     pub(super) columns: u16,
     /// Tiles of a part, one below the other.
     pub(super) down: u16,
-    /// Tiles of a part, one beside the other.
-    pub(super) across: u16,
+    /// Strips of columns that a part of a low matrix takes at most.
+    pub(super) stack: u16,
     /// Tiles of a part at the end of a group.
     pub(super) tail: u16,
     /// Blocks that a multiprocessor holds.
@@ -37,9 +37,10 @@ impl Tile {
         usize::from(self.rows) * usize::from(self.tail)
     }
 
-    /// Columns of a part.
-    pub(super) fn strip_columns(self) -> u32 {
-        u32::from(self.columns) * u32::from(self.across)
+    /// Strips of columns that a part of `part_rows` rows takes of a matrix of `height` rows: `stack_of` of locate.cuh.
+    pub(super) fn stack_of(self, height: u32, part_rows: usize, to: DType) -> u32 {
+        let fill_rows = if to.size() == 1 { 2 * PATCH } else { PATCH };
+        (2..=usize::from(self.stack)).map(|n| u32::from(height as usize <= part_rows / n / fill_rows * fill_rows)).sum::<u32>() + 1
     }
 
     pub(super) fn smem_bytes(self, to: DType) -> u32 {
@@ -67,28 +68,31 @@ pub(super) fn cut_rows(tile: Tile, has_block_scales: bool) -> u32 {
 }
 
 /// For kernels without tiles, which share sources with those that have them (arbitrary).
-pub(super) const NO_TILE: Tile = Tile { rows: 128, columns: 128, down: 1, across: 1, tail: 1, blocks: 1 };
+pub(super) const NO_TILE: Tile = Tile { rows: 128, columns: 128, down: 1, stack: 1, tail: 1, blocks: 1 };
 
 /// Rows of a matrix up to which lower tiles and a third block are better (measured: H200, see docs/cast.md: of 128 rows 0.898 of the copy against
 /// 0.855, of 264 rows 0.844 against 0.917).
 const LOW_ROWS: usize = 160;
 
+/// Of one scale a matrix (measured: H200, docs/cast.md: with 2, 3 and 4 skewed matrices of 135 rows reach 0.884, 0.899 and 0.900 of the copy; `num_stacks` of locate.cuh holds three).
+const STACK: u16 = 3;
+
 /// The tile of one scale a matrix (docs/cast.md has what was measured: H200, bf16 to e4m3), for matrices of so many rows on average. Rounding by integer
 /// arithmetic takes more registers.
 pub(super) fn tile(from: DType, to: DType, is_native: bool, mean_rows: usize) -> Tile {
     match (from.size(), to.size()) {
-        (2, 1) if is_native && mean_rows <= LOW_ROWS => Tile { rows: 64, columns: 256, down: 4, across: 1, tail: 1, blocks: 3 },
-        (2, 1) if is_native => Tile { rows: 96, columns: 256, down: 3, across: 1, tail: 1, blocks: 2 },
-        (_, 1) if is_native => Tile { rows: 128, columns: 128, down: 2, across: 1, tail: 1, blocks: 2 },
-        (_, 1) => Tile { rows: 128, columns: 128, down: 2, across: 1, tail: 1, blocks: 1 },
+        (2, 1) if is_native && mean_rows <= LOW_ROWS => Tile { rows: 64, columns: 256, down: 4, stack: STACK, tail: 1, blocks: 3 },
+        (2, 1) if is_native => Tile { rows: 96, columns: 256, down: 3, stack: STACK, tail: 1, blocks: 2 },
+        (_, 1) if is_native => Tile { rows: 128, columns: 128, down: 2, stack: STACK, tail: 1, blocks: 2 },
+        (_, 1) => Tile { rows: 128, columns: 128, down: 2, stack: STACK, tail: 1, blocks: 1 },
         // The wider outputs' shared tile is as large in bytes.
-        (_, 2) => Tile { rows: 64, columns: 128, down: 2, across: 1, tail: 1, blocks: 2 },
-        _ => Tile { rows: 64, columns: 128, down: 1, across: 1, tail: 1, blocks: 2 },
+        (_, 2) => Tile { rows: 64, columns: 128, down: 2, stack: STACK, tail: 1, blocks: 2 },
+        _ => Tile { rows: 64, columns: 128, down: 1, stack: STACK, tail: 1, blocks: 2 },
     }
 }
 
 /// The tile of current scaling in one launch (measured: H200, of 64 x 128, 64 x 256, 128 x 128 and 128 x 256; docs/cast.md).
-pub(super) const RESIDENT_TILE: Tile = Tile { rows: 64, columns: 256, down: 1, across: 1, tail: 1, blocks: 2 };
+pub(super) const RESIDENT_TILE: Tile = Tile { rows: 64, columns: 256, down: 1, stack: 1, tail: 1, blocks: 2 };
 
 /// Tiles of a block that stay in shared memory; one more stays in registers (derived: two blocks' of 96 KiB fit in 228 KiB).
 pub(super) const RESIDENT_SLOTS: usize = 3;
@@ -146,7 +150,7 @@ pub(super) fn block_tile(from: DType, is_native: bool) -> Tile {
         (DType::F32, true) => 2,
         _ => 4,
     };
-    Tile { rows: 128, columns: 128, down: 1, across: 1, tail: 1, blocks }
+    Tile { rows: 128, columns: 128, down: 1, stack: 1, tail: 1, blocks }
 }
 
 /// Matrices that the parameters of a list's launch hold: the smallest of these that suffices (256: at most 32 KiB of parameters, spec: CUDA 12.1; the
@@ -195,14 +199,22 @@ impl Group {
 
     /// Parts of a strip that are expected at most: the first blocks take several parts when there are more, and one without a part takes the time of its search
     /// (measured: H200, 2 to 4 ns of the launch each; with as many as equal heights have, even matrices 0.933 of the copy instead of 0.931, skewed ones 0.874 instead
-    /// of 0.896). Each matrix ends in the middle of a part, and hardly one has none; the last `tail_rows` rows have lower parts.
+    /// of 0.896). High matrices end in the middle of a part, those of lower ones take several strips (derived: skewed matrices of benches/shapes need 0.44, 0.41, 0.28 and 0.14 more
+    /// each by their mean rows, even and uniform ones less). The last `tail_rows` rows have lower parts.
     pub(super) fn num_down(&self, tail_rows: u64) -> u64 {
         let &Group { rows, num_matrices, num_strips, tile, num_sms } = self;
         let (part_rows, tail_rows) = (tile.part_rows() as u64, tail_rows.min(rows));
         let of_tail = tail_rows.div_ceil(tile.tail_rows() as u64) - tail_rows / part_rows;
         // Of few matrices no block is to take two parts while others have none: one more part for each is the most there can be.
         let is_few = num_matrices.saturating_mul(num_strips) <= slots(tile, num_sms);
-        let of_ends = if is_few { num_matrices } else { num_matrices.div_ceil(2) };
-        (rows.div_ceil(part_rows) + of_ends).max(num_matrices + num_matrices.div_ceil(8)) + of_tail
+        let of_32 = match rows.div_ceil(num_matrices) {
+            _ if is_few => 32,
+            mean if mean <= part_rows / 2 => 5,
+            mean if mean <= part_rows => 9,
+            mean if mean <= 2 * part_rows => 13,
+            _ => 16,
+        };
+        let least = num_matrices.div_ceil(tile.stack.into());
+        (rows.div_ceil(part_rows) + (num_matrices * of_32).div_ceil(32)).max(least) + of_tail
     }
 }

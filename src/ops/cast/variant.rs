@@ -218,7 +218,7 @@ impl Spec for Variant {
             Constant::Int("TILE_ROWS", tile.rows.into()),
             Constant::Int("TILE_COLUMNS", tile.columns.into()),
             Constant::Int("TILES_DOWN", tile.down.into()),
-            Constant::Int("STRIP_COLUMNS", tile.strip_columns().into()),
+            Constant::Int("STACK", tile.stack.into()),
             Constant::Int("TAIL_TILES", tile.tail.into()),
             Constant::Int("MAX_MATRICES", form.max_matrices().into()),
         ];
@@ -244,7 +244,7 @@ impl Spec for Variant {
             (false, true) => "column",
             (false, false) => "amax",
         };
-        let Tile { rows, columns, down, across, blocks, .. } = tile;
+        let Tile { rows, columns, down, blocks, .. } = tile;
         if let Kind::Resident { .. } = kind {
             constants.extend([
                 Constant::Int("SLOTS", tuning::RESIDENT_SLOTS as i64),
@@ -263,7 +263,6 @@ impl Spec for Variant {
                 targets: Targets::Hopper,
             };
         }
-        let beside = if across > 1 { format!("x{across}") } else { String::new() };
         let unaligned = if aligned { "" } else { ", unaligned" };
         let (entry, sources) = match scales {
             Scales::Blocks { formula, .. } => {
@@ -273,7 +272,7 @@ impl Spec for Variant {
             Scales::Given | Scales::Current => ("cast_tile", TILE_SOURCES),
         };
         Program {
-            name: format!("cast tiles {types}, {copies}, {scale}, {form}{unaligned} {rows}x{columns}x{down}{beside}, {blocks} resident"),
+            name: format!("cast tiles {types}, {copies}, {scale}, {form}{unaligned} {rows}x{columns}x{down}, {blocks} resident"),
             entry,
             sources,
             constants,
