@@ -203,9 +203,12 @@ mod tests {
 
     #[test]
     fn strips_that_a_part_takes_fit_into_it() {
-        let tile = Tile { rows: 96, columns: 256, down: 3, stack: 3, tail: 1, blocks: 2 };
-        let shape = PartShape { tile, cut_rows: 32, tail: 1000, to: DType::E4M3 };
-        for (left, part_rows, two, three) in [(1001, 288, 144, 96), (1000, 96, 48, 32)] {
+        let high = Tile { rows: 96, columns: 256, down: 3, stack: 3, tail: 1, blocks: 2 };
+        let low = Tile { rows: 64, down: 4, ..high };
+        // A third of the lower tile's rows, and of its last parts', are no whole vectors.
+        let cases = [(high, 1001, 288, 144, 96), (high, 1000, 96, 48, 32), (low, 1001, 256, 128, 80), (low, 1000, 64, 32, 16)];
+        for (tile, left, part_rows, two, three) in cases {
+            let shape = PartShape { tile, cut_rows: 32, tail: 1000, to: DType::E4M3 };
             for height in 1..=300u32 {
                 let stack = shape.stack_of(height, left);
                 let wanted = match height {
