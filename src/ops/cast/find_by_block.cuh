@@ -141,15 +141,7 @@ template <class P> DEVICE Target target_of(const P& p, const Part& found) {
             vector[i] = at[i];
         }
         target.matrix = entry.matrix;
-        target.part.matrix = entry.number;
-        target.part.start = 0;
-        target.part.before = 0;
-        target.part.num_valid = entry.matrix.num_rows;
-        target.part.height = padded(p, entry.matrix.num_rows);
-        target.part.first_row = entry.first_row;
-        target.part.num_rows = entry.num_rows;
-        target.part.first_column = entry.first_column;
-        target.part.stack = entry.stack;
+        part_of_entry(p, entry, target.part);
     } else {
         target.part = found;
         target.matrix = p.matrices[LIST ? found.matrix : 0];

@@ -323,6 +323,10 @@ fn group_of<E: Entry>(cuda: &Cuda, known: &Known, all: &Operands<'_>, offsets: &
     let num_down = if matches!(known.scaling, Scaling::Block { .. }) {
         group.num_slots()
     } else {
+        if group.most_parts() > tuning::MAX_GROUP_PARTS {
+            let got = format!("of {num_matrices} matrices in {rows} rows of {columns}");
+            return Err(Error::invalid(OP, "offsets", got, "fewer than 2^30 parts, each a tile or its rest"));
+        }
         let tail_rows = group.tail_rows();
         p.tail_start = u64::from(rows).saturating_sub(tail_rows) as u32;
         group.num_down(tail_rows)

@@ -175,6 +175,9 @@ const GROUP_TAIL: u64 = 3;
 /// Of a table (measured as above).
 pub(super) const TABLE_TAIL: u64 = 3;
 
+/// Parts of a group at most: beside their number a word has two bits that say what is wrong (`STATUS_SHIFT` of find_by_block.cuh).
+pub(super) const MAX_GROUP_PARTS: u64 = (1 << 30) - 1;
+
 /// A group as far as the host knows it.
 pub(super) struct Group {
     pub(super) rows: u64,
@@ -197,6 +200,11 @@ impl Group {
         self.rows / self.tile.part_rows() as u64 + self.num_matrices
     }
 
+    /// Parts at most, whatever the offsets are: each matrix may end inside of a part, and all may be low ones.
+    pub(super) fn most_parts(&self) -> u64 {
+        (self.rows / self.tile.tail_rows() as u64 + self.num_matrices).saturating_mul(self.num_strips)
+    }
+
     /// Parts of a strip that are expected at most: the first blocks take several parts when there are more, and one without a part takes the time of its search
     /// (measured: H200, 2 to 4 ns of the launch each; with as many as equal heights have, even matrices 0.933 of the copy instead of 0.931, skewed ones 0.874 instead
     /// of 0.896). High matrices end in the middle of a part, those of lower ones take several strips (derived: skewed matrices of benches/shapes need 0.44, 0.41, 0.28 and 0.14 more
@@ -216,5 +224,20 @@ impl Group {
         };
         let least = num_matrices.div_ceil(tile.stack.into());
         (rows.div_ceil(part_rows) + (num_matrices * of_32).div_ceil(32)).max(least) + of_tail
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_group_has_no_more_parts_than_a_word_counts() {
+        let group = |rows, num_matrices, num_strips| Group { rows, num_matrices, num_strips, tile: RESIDENT_TILE, num_sms: 132 };
+        assert!(group(65536, 256, 28).most_parts() < MAX_GROUP_PARTS);
+        // Of a row each.
+        for (num_matrices, num_strips) in [(1 << 30, 1), (1 << 28, 4), (u64::from(u32::MAX), u64::from(u32::MAX))] {
+            assert!(group(num_matrices, num_matrices, num_strips).most_parts() > MAX_GROUP_PARTS, "{num_matrices} x {num_strips}");
+        }
     }
 }
